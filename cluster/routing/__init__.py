@@ -1,0 +1,1 @@
+"""Which Mac a request goes to: prefix index, booked load, policy."""

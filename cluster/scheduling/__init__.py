@@ -1,0 +1,1 @@
+"""One Mac's continuous batching: which rows run in the next step."""

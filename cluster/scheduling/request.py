@@ -1,0 +1,68 @@
+"""A request as the scheduler sees it, and what it reports of one."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from cluster.kv.hashing import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Resolved: no field is left to a default further down. Ranges are those of protos/cidery/v1/sampling.proto."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    # None: no log-probabilities; k: those of the drawn token and of the k likeliest.
+    num_top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Under the model's own distribution; `top` likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as it arrives at a Mac.
+
+    `token_ids` is the prompt followed by what another Mac generated before it was lost; `block_hashes` are those of its
+    full blocks. At most `max_tokens` tokens are generated after the first `num_prompt_tokens`.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    block_hashes: tuple[BlockHash, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
+
+
+class Finish(Enum):
+    """Why a request ended."""
+
+    STOP = auto()
+    LENGTH = auto()
+    ABORTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step did for one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish: Finish | None
+    # Tokens of the prompt found in the cache when the request was first admitted.
+    num_cached_tokens: int
+    # From arrival to the first plan that ran it.
+    queue_s: float

@@ -1,0 +1,195 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class MacState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MAC_STATE_UNSPECIFIED: _ClassVar[MacState]
+    MAC_STATE_STARTING: _ClassVar[MacState]
+    MAC_STATE_READY: _ClassVar[MacState]
+    MAC_STATE_DRAINING: _ClassVar[MacState]
+    MAC_STATE_LOST: _ClassVar[MacState]
+MAC_STATE_UNSPECIFIED: MacState
+MAC_STATE_STARTING: MacState
+MAC_STATE_READY: MacState
+MAC_STATE_DRAINING: MacState
+MAC_STATE_LOST: MacState
+
+class Load(_message.Message):
+    __slots__ = ("num_requests", "num_prefill_tokens", "num_decoding")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODING_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_prefill_tokens: int
+    num_decoding: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decoding: _Optional[int] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("num_total", "num_used", "num_cached", "num_free", "block_bytes")
+    NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_total: int
+    num_used: int
+    num_cached: int
+    num_free: int
+    block_bytes: int
+    def __init__(self, num_total: _Optional[int] = ..., num_used: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_free: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class Scheduling(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "num_preemptions", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_worker_restarts")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKER_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_worker_restarts: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_worker_restarts: _Optional[int] = ...) -> None: ...
+
+class Mac(_message.Message):
+    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WORKER_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: MacState
+    model: str
+    address: str
+    epoch: int
+    load: Load
+    blocks: Blocks
+    scheduling: Scheduling
+    prefill_tokens_per_s: float
+    worker_memory_bytes: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ...) -> None: ...
+
+class GetFleetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetFleetResponse(_message.Message):
+    __slots__ = ("macs",)
+    MACS_FIELD_NUMBER: _ClassVar[int]
+    macs: _containers.RepeatedCompositeFieldContainer[Mac]
+    def __init__(self, macs: _Optional[_Iterable[_Union[Mac, _Mapping]]] = ...) -> None: ...
+
+class GetIndexRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MacIndex(_message.Message):
+    __slots__ = ("mac", "epoch", "next_seq", "num_blocks", "num_events", "num_gaps")
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GAPS_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    epoch: int
+    next_seq: int
+    num_blocks: int
+    num_events: int
+    num_gaps: int
+    def __init__(self, mac: _Optional[str] = ..., epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_events: _Optional[int] = ..., num_gaps: _Optional[int] = ...) -> None: ...
+
+class GetIndexResponse(_message.Message):
+    __slots__ = ("num_keys", "macs")
+    NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
+    MACS_FIELD_NUMBER: _ClassVar[int]
+    num_keys: int
+    macs: _containers.RepeatedCompositeFieldContainer[MacIndex]
+    def __init__(self, num_keys: _Optional[int] = ..., macs: _Optional[_Iterable[_Union[MacIndex, _Mapping]]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id", "text", "model")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    text: str
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("mac", "num_matched_tokens", "num_prefill_tokens", "wait_s", "prefill_s", "decode_s", "total_s", "excluded")
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    NUM_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    num_matched_tokens: int
+    num_prefill_tokens: int
+    wait_s: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    excluded: str
+    def __init__(self, mac: _Optional[str] = ..., num_matched_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., excluded: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("request_id", "num_prompt_tokens", "chosen", "reason", "candidates")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_prompt_tokens: int
+    chosen: str
+    reason: str
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("mac",)
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    def __init__(self, mac: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("mac",)
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    mac: Mac
+    def __init__(self, mac: _Optional[_Union[Mac, _Mapping]] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("mac",)
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    def __init__(self, mac: _Optional[str] = ...) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ("mac",)
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    mac: Mac
+    def __init__(self, mac: _Optional[_Union[Mac, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,210 @@
+from protos.cidery.v1 import sampling_pb2 as _sampling_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class LayerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LAYER_KIND_UNSPECIFIED: _ClassVar[LayerKind]
+    LAYER_KIND_FULL_ATTENTION: _ClassVar[LayerKind]
+LAYER_KIND_UNSPECIFIED: LayerKind
+LAYER_KIND_FULL_ATTENTION: LayerKind
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Layer(_message.Message):
+    __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    kind: LayerKind
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("layers", "vocab_size", "max_model_len", "eos_token_ids", "weights_bytes", "memory_limit_bytes", "device", "kernels", "pid")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[Layer]
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    weights_bytes: int
+    memory_limit_bytes: int
+    device: str
+    kernels: str
+    pid: int
+    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class RunRequest(_message.Message):
+    __slots__ = ("configure", "plan")
+    CONFIGURE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    configure: Configure
+    plan: StepPlan
+    def __init__(self, configure: _Optional[_Union[Configure, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ...) -> None: ...
+
+class Configure(_message.Message):
+    __slots__ = ("block_size", "num_blocks", "root_hash")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ROOT_HASH_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    num_blocks: int
+    root_hash: bytes
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., root_hash: _Optional[bytes] = ...) -> None: ...
+
+class GroupBlocks(_message.Message):
+    __slots__ = ("group", "block_ids")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NewSequence(_message.Message):
+    __slots__ = ("seq_id", "token_ids", "block_hashes", "sampling", "stop_token_ids", "block_tables")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_hashes: bytes
+    sampling: _sampling_pb2.SamplingParams
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_tables: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_tables: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
+
+class Slice(_message.Message):
+    __slots__ = ("seq_id", "start", "num_tokens", "samples", "new_blocks")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    start: int
+    num_tokens: int
+    samples: bool
+    new_blocks: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., samples: _Optional[bool] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
+
+class BlockCopy(_message.Message):
+    __slots__ = ("group", "source", "target")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    source: int
+    target: int
+    def __init__(self, group: _Optional[int] = ..., source: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
+
+class StepPlan(_message.Message):
+    __slots__ = ("step_id", "released_seq_ids", "new_sequences", "copies", "zeroes", "slices")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    ZEROES_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    released_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
+    copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
+    zeroes: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    slices: _containers.RepeatedCompositeFieldContainer[Slice]
+    def __init__(self, step_id: _Optional[int] = ..., released_seq_ids: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., zeroes: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ...) -> None: ...
+
+class RunResponse(_message.Message):
+    __slots__ = ("configured", "result")
+    CONFIGURED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    configured: Configured
+    result: StepResult
+    def __init__(self, configured: _Optional[_Union[Configured, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
+
+class Configured(_message.Message):
+    __slots__ = ("kv_bytes",)
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kv_bytes: int
+    def __init__(self, kv_bytes: _Optional[int] = ...) -> None: ...
+
+class Sampled(_message.Message):
+    __slots__ = ("seq_id", "token_id", "logprobs", "stopped")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    token_id: int
+    logprobs: _sampling_pb2.TokenLogprobs
+    stopped: bool
+    def __init__(self, seq_id: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ..., stopped: _Optional[bool] = ...) -> None: ...
+
+class FilledBlock(_message.Message):
+    __slots__ = ("seq_id", "group", "block_index", "block_id", "block_hash")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    group: int
+    block_index: int
+    block_id: int
+    block_hash: bytes
+    def __init__(self, seq_id: _Optional[int] = ..., group: _Optional[int] = ..., block_index: _Optional[int] = ..., block_id: _Optional[int] = ..., block_hash: _Optional[bytes] = ...) -> None: ...
+
+class StepTimings(_message.Message):
+    __slots__ = ("idle_s", "run_s")
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    RUN_S_FIELD_NUMBER: _ClassVar[int]
+    idle_s: float
+    run_s: float
+    def __init__(self, idle_s: _Optional[float] = ..., run_s: _Optional[float] = ...) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ("active_bytes", "peak_bytes", "cache_bytes")
+    ACTIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    active_bytes: int
+    peak_bytes: int
+    cache_bytes: int
+    def __init__(self, active_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("step_id", "sampled", "filled_blocks", "skipped_seq_ids", "timings", "memory")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    FILLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    sampled: _containers.RepeatedCompositeFieldContainer[Sampled]
+    filled_blocks: _containers.RepeatedCompositeFieldContainer[FilledBlock]
+    skipped_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    timings: StepTimings
+    memory: Memory
+    def __init__(self, step_id: _Optional[int] = ..., sampled: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., filled_blocks: _Optional[_Iterable[_Union[FilledBlock, _Mapping]]] = ..., skipped_seq_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
