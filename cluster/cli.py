@@ -1,0 +1,257 @@
+"""The command line: `cidery serve | chat | generate | status`."""
+
+import json
+import logging
+import signal
+import sys
+from typing import Any
+
+import click
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from cluster import ray_environment
+from cluster.config import (
+    BatchConfig,
+    GatewayConfig,
+    KVConfig,
+    MacConfig,
+    ModelConfig,
+    bundled_model,
+    default_model_name,
+)
+from cluster.errors import CideryError
+from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class Bytes(click.ParamType[int]):
+    """A size such as 512MiB, 24GiB or a plain number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes."""
+        text = str(value)
+        for unit, factor in _UNITS.items():
+            if text.endswith(unit):
+                text, multiplier = text.removesuffix(unit), factor
+                break
+        else:
+            multiplier = 1
+        try:
+            return int(float(text) * multiplier)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is no size; write 512MiB, 24GiB or a number of bytes", param, ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="cidery")
+def main() -> None:
+    """Serve LLMs from a fleet of Macs.
+
+    \b
+    cidery serve                      one Mac, the bundled model
+    cidery serve --macs 3             three logical Macs on this machine
+    cidery chat                       talk to it
+    cidery status                     what the fleet is doing
+    """
+
+
+@main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")
+@click.option("--model", default=None, help="Folder or hub id of an mlx-lm model.  [default: the bundled one]")
+@click.option("--model-name", default=None, help="What clients call it.  [default: folder name or hub id]")
+@click.option("--macs", default=1, show_default=True, help="Logical Macs on this machine, each with its own worker.")
+@click.option("--address", default=None, help="Join a running Ray (auto, or host:port) and serve from its Macs.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where the gateway listens.")
+@click.option("--grpc-port", default=50051, show_default=True, help="0: any free port.")
+@click.option("--http-port", default=8000, show_default=True, help="0: any free port.")
+@click.option("--max-model-len", default=None, type=int, help="Longest context in tokens.  [default: the model's]")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, float16 or bfloat16.")
+@click.option("--kv-cache-memory", default=None, type=Bytes(), help="KV cache of one Mac, e.g. 4GiB.")
+@click.option(
+    "--gpu-memory-utilization",
+    default=0.92,
+    show_default=True,
+    help="Share of the working set that weights, activations and KV cache may reach together.",
+)
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block: 16 or 32.")
+@click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its start.")
+@click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
+@click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
+@click.option("--verbose", is_flag=True, help="Log every request.")
+def serve(**options: Any) -> None:
+    """Start a fleet and its gateway; Ctrl-C ends them."""
+    ray_environment.prepare(is_local=options["address"] is None)
+    from cluster.serve import ServeConfig, run
+
+    logging.basicConfig(
+        level=logging.INFO if options["verbose"] else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    try:
+        path = options["model"] or bundled_model()
+        name = options["model_name"] or default_model_name(path)
+        mac = MacConfig(
+            ModelConfig(path, name, options["max_model_len"], options["dtype"]),
+            KVConfig(
+                options["block_size"],
+                options["kv_cache_memory"],
+                options["gpu_memory_utilization"],
+                not options["no_prefix_caching"],
+            ),
+            BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
+        )
+        gateway = GatewayConfig(options["host"], options["grpc_port"], options["http_port"])
+        config = ServeConfig(mac, gateway, options["address"], options["macs"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        run(config, Console(stderr=True))
+    except CideryError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command(epilog="Example: cidery chat --system 'You are Pip, a helpful assistant.'")
+@click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="The gateway's gRPC address.")
+@click.option("--model", default="", help="Which model, when several are served.")
+@click.option("--system", default=None, help="System prompt.")
+@click.option("--temperature", default=None, type=float, help="0 is greedy.  [default: the model's]")
+@click.option("--max-tokens", default=None, type=int, help="Longest answer in tokens.")
+@click.argument("message", required=False)
+def chat(
+    address: str, model: str, system: str | None, temperature: float | None, max_tokens: int | None, message: str | None
+) -> None:
+    """Talk to the model: one MESSAGE, or a conversation line by line until an empty one or Ctrl-D."""
+    sampling = sampling_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    history = [inference_pb2.ChatMessage(role="system", content=system)] if system else []
+    with _channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        if message is not None:
+            _turn(stub, model, history, message, sampling)
+            return
+        while line := _ask():
+            try:
+                _turn(stub, model, history, line, sampling)
+            except KeyboardInterrupt:
+                click.echo()
+
+
+@main.command(epilog="Example: cidery generate --max-tokens 40 'Once upon a time'")
+@click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="The gateway's gRPC address.")
+@click.option("--model", default="", help="Which model, when several are served.")
+@click.option("--temperature", default=None, type=float, help="0 is greedy.  [default: the model's]")
+@click.option("--seed", default=None, type=int, help="Repeats an answer.")
+@click.option("--max-tokens", default=64, show_default=True, help="Longest answer in tokens.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with text, tokens and usage.")
+@click.argument("prompt")
+def generate(
+    address: str,
+    model: str,
+    temperature: float | None,
+    seed: int | None,
+    max_tokens: int,
+    as_json: bool,
+    prompt: str,
+) -> None:
+    """Continue PROMPT as plain text."""
+    sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    request = inference_pb2.GenerateRequest(model=model, text=prompt, sampling=sampling)
+    with _channel(address) as channel:
+        responses = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        text, token_ids, completion = [], [], {}
+        for response in responses:
+            if response.HasField("completion"):
+                completion = MessageToDict(response.completion, preserving_proto_field_name=True)
+                continue
+            text.append(response.chunk.text)
+            token_ids.extend(response.chunk.token_ids)
+            if not as_json:
+                click.echo(response.chunk.text, nl=False)
+    click.echo(json.dumps({"text": "".join(text), "token_ids": token_ids} | completion) if as_json else "")
+
+
+@main.command(epilog="Example: cidery status --json | jq '.macs[].blocks'")
+@click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="The gateway's gRPC address.")
+@click.option("--json", "as_json", is_flag=True, help="The admin API's answer.")
+def status(address: str, as_json: bool) -> None:
+    """Show every Mac: state, requests, KV blocks, cache hits."""
+    with _channel(address) as channel:
+        fleet = admin_pb2_grpc.AdminServiceStub(channel).GetFleet(admin_pb2.GetFleetRequest(), timeout=10)
+    if as_json:
+        click.echo(
+            json.dumps(
+                MessageToDict(fleet, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            )
+        )
+        return
+    table = Table()
+    for name in ("Mac", "state", "model", "running", "waiting", "KV used", "cached", "free", "cache hits", "tokens"):
+        table.add_column(name, justify="left" if name in ("Mac", "state", "model") else "right")
+    for mac in fleet.macs:
+        table.add_row(*_row(mac))
+    Console().print(table)
+
+
+def _row(mac: admin_pb2.Mac) -> list[str]:
+    state = admin_pb2.MacState.Name(mac.state).removeprefix("MAC_STATE_").lower()
+    if not mac.HasField("blocks"):
+        return [mac.name, state, mac.model, *["-"] * 7]
+    blocks, scheduling = mac.blocks, mac.scheduling
+    prompt = scheduling.num_prompt_tokens
+    hits = f"{scheduling.num_cached_tokens / prompt:.0%}" if prompt else "-"
+    numbers = (blocks.num_used, blocks.num_cached, blocks.num_free)
+    return [
+        *(mac.name, state, mac.model, str(scheduling.num_running), str(scheduling.num_waiting)),
+        *(str(number) for number in numbers),
+        *(hits, str(scheduling.num_generated_tokens)),
+    ]
+
+
+def _ask() -> str:
+    try:
+        return input("you> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _turn(
+    stub: inference_pb2_grpc.InferenceServiceStub,
+    model: str,
+    history: list[inference_pb2.ChatMessage],
+    line: str,
+    sampling: sampling_pb2.SamplingParams,
+) -> None:
+    """One question and its answer, both kept in `history`."""
+    history.append(inference_pb2.ChatMessage(role="user", content=line))
+    answer = []
+    for response in stub.Chat(inference_pb2.ChatRequest(model=model, messages=history, sampling=sampling)):
+        if response.HasField("chunk"):
+            answer.append(response.chunk.text)
+            click.echo(response.chunk.text, nl=False)
+    click.echo()
+    history.append(inference_pb2.ChatMessage(role="assistant", content="".join(answer)))
+
+
+class _channel:  # noqa: N801 - reads as a function
+    """An open channel; a call that fails ends the command with the gateway's own words."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(address)
+
+    def __enter__(self) -> grpc.Channel:
+        # Ctrl-C must end a running call, not wait for it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return self._channel
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._channel.close()
+        if isinstance(error, grpc.RpcError):
+            hint = f" (is `cidery serve` running at {self._address}?)"
+            code = error.code()
+            raise click.ClickException(f"{error.details()}{hint if code is grpc.StatusCode.UNAVAILABLE else ''}")

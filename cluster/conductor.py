@@ -1,0 +1,302 @@
+"""Conducts one request: check, hash, route, run, detokenise; and goes on elsewhere when its Mac is lost."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from cluster.errors import CideryError, InvalidRequest, MacLost, NoMacReady, Overloaded, RequestTooLong
+from cluster.kv.hashing import hash_blocks
+from cluster.mac_link import MacLinks
+from cluster.metrics import Metrics
+from cluster.ray_calls import ActorCaller
+from cluster.router_actor import RequestNotes
+from cluster.routing.router import Decision, RouteQuery
+from cluster.sampling import SamplingRequest, check_token_ids, resolve
+from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
+from cluster.served_models import ServedModel
+from cluster.tokenizer import Detokenizer, Prompt, StopStrings
+
+log = logging.getLogger(__name__)
+
+# A request is given up when as many Macs as this were lost under it or refused it.
+MAX_TRIES = 4
+_NOTES_PERIOD_S = 0.02
+# Between a Mac's loss and its return, or another's: how long a request waits for any Mac.
+_NO_MAC_PATIENCE_S = 30.0
+_NO_MAC_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as a face (gRPC or HTTP) hands it over."""
+
+    request_id: str
+    model: ServedModel
+    prompt: Prompt
+    asked: SamplingRequest
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """What became certain since the last chunk; `text` lags behind `token_ids` while it may belong to a stop string."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The end of an answer. Times in seconds since arrival at the gateway, `queue_s` at the Mac."""
+
+    finish: Finish
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    route_s: float
+    queue_s: float
+    first_token_s: float
+    total_s: float
+    mac: str
+    seed: int
+    stop: str | None
+
+
+Event = TextChunk | Completed
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is known of a running request, over all its Macs."""
+
+    token_ids: list[int] = field(default_factory=list)
+    excluded: set[str] = field(default_factory=set)
+    num_cached_tokens: int | None = None
+    route_s: float = 0.0
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    mac: str = ""
+    num_tries: int = 0
+
+
+class _AnswerText:
+    """Text of one answer as it grows; `stop` is the stop string that ended it."""
+
+    def __init__(self, job: Job) -> None:
+        self._text = Detokenizer(job.model.tokenizer)
+        self._stops = StopStrings(job.asked.stop)
+
+    @property
+    def stop(self) -> str | None:
+        return self._stops.hit
+
+    def push(self, update: Update) -> str:
+        """What may be shown after an update; all of it after the last."""
+        # The token that ended it is no part of the text.
+        shown = update.token_ids[:-1] if update.finish is Finish.STOP else update.token_ids
+        new = self._stops.push(self._text.push(shown))
+        if update.finish is not None:
+            new += self._stops.push(self._text.flush())
+            new += self._stops.flush()
+        return new
+
+
+class Conductor:
+    """Serves requests; `run_notes` must run beside it, because it carries bookings back to the router."""
+
+    def __init__(self, router: ActorCaller, metrics: Metrics) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._first_token: list[str] = []
+        self._ended: list[str] = []
+        self._lost: list[tuple[str, int]] = []
+        self._has_notes = asyncio.Event()
+        self._links = MacLinks(self._mac_lost)
+
+    async def serve(self, job: Job) -> AsyncGenerator[Event]:
+        """Chunks, then exactly one Completed. Leaving early aborts the request on its Mac.
+
+        Raises InvalidRequest and its kin before the first chunk; MacLost, NoMacReady or Overloaded when tries run out.
+        """
+        sampling, max_tokens = _check(job)
+        text = _AnswerText(job)
+        progress = _Progress()
+        finish: Finish | None = None
+        with self._metrics.request(job.model.name) as observed:
+            async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
+                async for update in updates:
+                    observed.tokens(len(update.token_ids))
+                    yield TextChunk(text.push(update), update.token_ids, update.logprobs)
+                    finish = update.finish
+                    if text.stop is not None:
+                        finish = Finish.STOP
+                        break
+            assert finish is not None
+            completed = _completed(job, progress, finish, sampling.seed, text.stop)
+            observed.completed(completed)
+        log.info(
+            "finished request_id=%s mac=%s finish=%s prompt_tokens=%d cached_tokens=%d tokens=%d total_s=%.3f",
+            *(job.request_id, completed.mac, finish.name, completed.num_prompt_tokens, completed.num_cached_tokens),
+            *(completed.num_completion_tokens, completed.total_s),
+        )
+        yield completed
+
+    async def run_notes(self) -> None:
+        """Tells the router what became of its bookings, many at once; runs until cancelled."""
+        while True:
+            await self._has_notes.wait()
+            await asyncio.sleep(_NOTES_PERIOD_S)
+            await self.flush_notes()
+
+    async def flush_notes(self) -> None:
+        """Sends what is pending; keeps it when the router is away."""
+        self._has_notes.clear()
+        notes = RequestNotes(tuple(self._first_token), tuple(self._ended))
+        lost, self._lost = self._lost, []
+        self._first_token, self._ended = [], []
+        try:
+            for mac, epoch in lost:
+                await self._router("lost", mac, epoch)
+            await self._router("note", notes)
+        except CideryError as error:
+            log.warning("router does not take notes error=%s", error)
+            self._first_token = [*notes.first_token, *self._first_token]
+            self._ended = [*notes.ended, *self._ended]
+            await asyncio.sleep(_NO_MAC_PAUSE_S)
+            self._has_notes.set()
+
+    async def close(self) -> None:
+        """Ends all requests and sends the last notes."""
+        await self._links.close()
+        await self.flush_notes()
+
+    async def _run_somewhere(
+        self, job: Job, sampling: SamplingParams, max_tokens: int, progress: _Progress
+    ) -> AsyncGenerator[Update]:
+        """Updates of the request, whichever Macs it takes: a lost Mac's tokens go to the next one with the prompt."""
+        try:
+            while True:
+                request = _request(job, sampling, max_tokens, progress)
+                decision = await self._route(job, request, progress)
+                try:
+                    async with aclosing(self._run_on(decision, job, request, progress)) as updates:
+                        async for update in updates:
+                            yield update
+                    return
+                except (MacLost, Overloaded) as error:
+                    progress.num_tries += 1
+                    progress.excluded.add(decision.mac)
+                    log.warning(
+                        "moving on request_id=%s mac=%s tokens=%d try=%d error=%s",
+                        *(job.request_id, decision.mac, len(progress.token_ids), progress.num_tries, error),
+                    )
+                    if progress.num_tries == MAX_TRIES:
+                        raise
+        finally:
+            self._ended.append(job.request_id)
+            self._has_notes.set()
+
+    async def _run_on(
+        self, decision: Decision, job: Job, request: Request, progress: _Progress
+    ) -> AsyncGenerator[Update]:
+        assert job.model.root is not None
+        progress.mac = decision.mac
+        async with aclosing(self._links.get(decision).run(request, job.model.root)) as updates:
+            async for update in updates:
+                if not progress.token_ids:
+                    progress.first_token_s = time.monotonic() - job.arrived_s
+                    self._first_token.append(job.request_id)
+                    self._has_notes.set()
+                if progress.num_cached_tokens is None:
+                    progress.num_cached_tokens = update.num_cached_tokens
+                    progress.queue_s = update.queue_s
+                progress.token_ids.extend(update.token_ids)
+                yield update
+
+    async def _route(self, job: Job, request: Request, progress: _Progress) -> Decision:
+        """Chooses and books; waits a while when no Mac is ready, because one may be coming back."""
+        assert job.model.root is not None
+        query = RouteQuery(
+            request_id=job.request_id,
+            model=job.model.name,
+            root_hash=job.model.root,
+            block_hashes=request.block_hashes,
+            num_tokens=len(request.token_ids),
+            max_tokens=request.max_tokens,
+            exclude=frozenset(progress.excluded),
+        )
+        give_up_s = time.monotonic() + _NO_MAC_PATIENCE_S
+        while True:
+            try:
+                decision: Decision = await self._router("route", query)
+            except NoMacReady:
+                # All that are left were tried: start over with those that are back.
+                if time.monotonic() > give_up_s or not progress.num_tries:
+                    raise
+                progress.excluded.clear()
+                query = _without_exclusions(query)
+                await asyncio.sleep(_NO_MAC_PAUSE_S)
+                continue
+            progress.route_s = progress.route_s or time.monotonic() - job.arrived_s
+            return decision
+
+    def _mac_lost(self, mac: str, epoch: int) -> None:
+        self._lost.append((mac, epoch))
+        self._has_notes.set()
+
+
+def _check(job: Job) -> tuple[SamplingParams, int]:
+    """Sampling with every default filled in, and how many tokens may be generated."""
+    model, num_prompt = job.model, len(job.prompt.token_ids)
+    sampling = resolve(job.asked, model.defaults)
+    if not num_prompt:
+        raise InvalidRequest("prompt", "is empty; at least one token is needed")
+    check_token_ids("prompt", job.prompt.token_ids, model.tokenizer.vocab_size)
+    check_token_ids("stop_token_ids", job.asked.stop_token_ids, model.tokenizer.vocab_size)
+    room = model.max_model_len - num_prompt
+    asked = job.asked.max_tokens
+    if room < 1 or (asked is not None and asked > room):
+        wanted = f"{num_prompt} prompt tokens + {asked or 1} max_tokens = {num_prompt + (asked or 1)} tokens"
+        raise RequestTooLong(f"{wanted}, but the context of {model.name} holds {model.max_model_len}")
+    return sampling, asked if asked is not None else room
+
+
+def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Progress) -> Request:
+    assert job.model.root is not None
+    token_ids = job.prompt.token_ids + tuple(progress.token_ids)
+    return Request(
+        request_id=job.request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(job.prompt.token_ids),
+        block_hashes=tuple(hash_blocks(job.model.root, token_ids, job.model.block_size)),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop_token_ids=job.asked.stop_token_ids,
+        boundaries=job.prompt.boundaries,
+    )
+
+
+def _completed(job: Job, progress: _Progress, finish: Finish, seed: int, stop: str | None) -> Completed:
+    return Completed(
+        finish=finish,
+        num_prompt_tokens=len(job.prompt.token_ids),
+        num_cached_tokens=progress.num_cached_tokens or 0,
+        num_completion_tokens=len(progress.token_ids),
+        route_s=progress.route_s,
+        queue_s=progress.queue_s,
+        first_token_s=progress.first_token_s,
+        total_s=time.monotonic() - job.arrived_s,
+        mac=progress.mac,
+        seed=seed,
+        stop=stop,
+    )
+
+
+def _without_exclusions(query: RouteQuery) -> RouteQuery:
+    return RouteQuery(
+        query.request_id, query.model, query.root_hash, query.block_hashes, query.num_tokens, query.max_tokens
+    )

@@ -1,0 +1,111 @@
+"""Settings of each process: frozen dataclasses, built once from the command line, passed down as the smallest part."""
+
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self
+
+# Sampling an answer must never need more memory than this for its request; ~1M tokens as JSON text.
+MAX_BODY_BYTES = 8 * 1024 * 1024
+# A node message carries one whole prompt: 4 bytes a token and its hashes, so well above the public limit.
+MAX_NODE_MESSAGE_BYTES = 64 * 1024 * 1024
+
+NAMESPACE = "cidery"
+ROUTER_NAME = "router"
+
+
+def bundled_model() -> str:
+    """Folder of the model that comes with the package."""
+    return str(Path(str(resources.files("cluster"))) / "bundled" / "cidery-tiny")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, under which name, with how much context."""
+
+    # A folder or a hub id that mlx-lm can load.
+    path: str
+    # What clients call it.
+    name: str
+    # None: what the model was made for.
+    max_model_len: int | None = None
+    # auto: the model's own on a GPU, float32 on a CPU, where narrower types are slower.
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2 tokens, got {self.max_model_len}")
+        if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
+            raise ValueError(f"dtype must be auto, float32, float16 or bfloat16, got {self.dtype!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class KVConfig:
+    """How much memory the KV cache of one Mac may take."""
+
+    block_size_tokens: int = 16
+    # None: memory_utilization decides.
+    cache_memory_bytes: int | None = None
+    # Share of the working set that weights, activations and KV cache may reach together.
+    memory_utilization: float = 0.92
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size_tokens not in (16, 32):
+            raise ValueError(f"block_size must be 16 or 32 tokens, got {self.block_size_tokens}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        if self.cache_memory_bytes is not None and self.cache_memory_bytes < 1:
+            raise ValueError(f"cache_memory_bytes must be positive, got {self.cache_memory_bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Bounds of one step and of the queue of one Mac."""
+
+    max_num_seqs: int = 64
+    # Rows of one step: decodes first, then prefill up to this sum.
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_waiting", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class MacConfig:
+    """One KVManager and its worker."""
+
+    model: ModelConfig
+    kv: KVConfig = field(default_factory=KVConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: what travels to the actor, and what tells whether a running actor has the same settings."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of `to_dict`."""
+        return cls(ModelConfig(**values["model"]), KVConfig(**values["kv"]), BatchConfig(**values["batch"]))
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Where the gateway listens."""
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    http_port: int = 8000
+
+    def __post_init__(self) -> None:
+        for name in ("grpc_port", "http_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} must be 0 (any free one) to 65535, got {getattr(self, name)}")
+
+
+def default_model_name(path: str) -> str:
+    """What clients call a model that was given no name: the hub id, or the folder's last part."""
+    return Path(path).resolve().name if Path(path).is_dir() else path

@@ -1,0 +1,212 @@
+"""Brings a fleet up: Ray (started here, or one that exists), the router, and a KVManager on every Mac.
+
+`ray_environment.prepare` must have run before this is imported.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from cluster.config import NAMESPACE, ROUTER_NAME, MacConfig
+from cluster.errors import NoMacReady, StartupFailed
+from cluster.kv_manager import KVManager, ManagerStatus
+from cluster.ray_calls import ActorCaller, manager_name, router
+from cluster.router_actor import RouterActor
+
+log = logging.getLogger(__name__)
+
+# Ray's store carries no KV; this is near its minimum.
+_OBJECT_STORE_BYTES = 100_000_000
+_MAC_RESOURCE = "mac:"
+# A share of the per-Mac resource, so that other actors of ours fit beside it.
+_PIN = 0.001
+_POLL_S = 0.2
+_SHUTDOWN_TIMEOUT_S = 15.0
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Where the Macs are: `address` of a running Ray, or None for `num_macs` logical Macs on this machine."""
+
+    mac: MacConfig
+    address: str | None = None
+    num_macs: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_macs <= 16:
+            raise ValueError(f"macs must be from 1 to 16 on one machine, got {self.num_macs}")
+
+
+class Fleet:
+    """A running fleet. On a Ray of its own, `stop` ends everything; on a Ray that it found, the Macs go on."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._config = config
+        self._cluster: Cluster | None = None
+        self.macs: tuple[str, ...] = ()
+
+    def start(self, say: Callable[[str], None]) -> None:
+        """Ray, router and managers; the models load in the background (see `wait_ready`). Blocks for seconds.
+
+        Raises StartupFailed.
+        """
+        if self._config.address is None:
+            say(f"starting Ray with {self._config.num_macs} logical Mac(s) on this machine")
+            self._start_local()
+        else:
+            say(f"joining Ray at {self._config.address}")
+            self._join(self._config.address)
+        nodes = _mac_nodes()
+        if not nodes:
+            raise StartupFailed("no Mac: no Ray node offers a resource named mac:<host>; see deploy/README.md")
+        self.macs = tuple(sorted(nodes))
+        say(f"starting the router and a KV manager on {', '.join(self.macs)}")
+        _start_router()
+        for mac, host in nodes.items():
+            # On one machine nobody else needs the node service.
+            self._start_manager(mac, host if self._cluster is None else _LOOPBACK)
+
+    async def wait_ready(self, say: Callable[[str], None], timeout_s: float = 900.0) -> None:
+        """Until every Mac has its model. Raises StartupFailed with the first Mac's own words, or at the time-out."""
+        managers = {mac: ActorCaller(manager_name(mac)) for mac in self.macs}
+        waiting = set(self.macs)
+        give_up_s = time.monotonic() + timeout_s
+        call = router()
+        while waiting:
+            for mac in sorted(waiting):
+                status: ManagerStatus = await managers[mac]("status")
+                if status.failure:
+                    raise StartupFailed(f"{mac}: {status.failure}")
+                if status.is_ready and await _has_joined(call, mac):
+                    waiting.discard(mac)
+                    say(f"{mac} is ready: {status.device}, {status.kernels}, {status.num_blocks} KV blocks")
+            if time.monotonic() > give_up_s:
+                raise StartupFailed(f"not ready after {timeout_s:.0f} s: {', '.join(sorted(waiting))}")
+            await asyncio.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """Ends what this object started; a fleet that was not started yet, or only half, too."""
+        if self._cluster is not None and ray.is_initialized():
+            for mac in self.macs:
+                _shut_down_manager(mac)
+        ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+
+    def _start_local(self) -> None:
+        logging.getLogger("ray").setLevel(logging.WARNING)
+        names = [socket.gethostname()] if self._config.num_macs == 1 else _logical_names(self._config.num_macs)
+        common = {
+            "num_cpus": max(4, os.cpu_count() or 1),
+            "num_gpus": 0,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+        head = common | {"resources": {"head": 1, **_mac_resources(names[0])}, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        for name in names[1:]:
+            self._cluster.add_node(wait=False, **common, resources=_mac_resources(name))
+        self._join(self._cluster.address)
+        self._cluster.wait_for_nodes()
+
+    def _join(self, address: str) -> None:
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise StartupFailed(f"Ray at {address} can't be joined: {error}") from error
+
+    def _start_manager(self, mac: str, host: str) -> None:
+        """Finds the Mac's manager or makes it; one that runs with other settings is replaced."""
+        config = self._config.mac.to_dict()
+        name = manager_name(mac)
+        try:
+            running: Any = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            running = None
+        if running is not None:
+            status: Any = ray.get(running.status.remote())
+            if status.config == config and not status.failure:
+                return
+            log.warning("replacing manager mac=%s: its settings differ or it had failed", mac)
+            ray.get(running.shutdown.remote())
+            ray.kill(running)
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "num_cpus": 0,
+            "resources": {_MAC_RESOURCE + mac: _PIN},
+            "max_restarts": -1,
+            "max_task_retries": 0,
+        }
+        ray.remote(KVManager).options(**options).remote(mac, config, host, _log_folder())
+
+
+def _shut_down_manager(mac: str) -> None:
+    """In order, so that the worker ends before Ray does."""
+    try:
+        manager: Any = ray.get_actor(manager_name(mac), namespace=NAMESPACE)
+        ray.get(manager.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+    except (ValueError, ray.exceptions.RayError) as error:
+        log.warning("manager does not shut down mac=%s error=%s", mac, error)
+
+
+def _start_router() -> None:
+    options: dict[str, Any] = {
+        "name": ROUTER_NAME,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "resources": {"head": _PIN},
+        "max_restarts": -1,
+        "max_task_retries": 0,
+    }
+    handle: Any = ray.remote(RouterActor).options(**options).remote()
+    try:
+        ray.get(handle.ping.remote(), timeout=60)
+    except ray.exceptions.GetTimeoutError as error:
+        raise StartupFailed("the router did not start in 60 s: no live Ray node offers the resource 'head'") from error
+
+
+def _mac_nodes() -> dict[str, str]:
+    """Address of each live node that is a Mac, by the Mac's name."""
+    return {
+        resource.removeprefix(_MAC_RESOURCE): node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"]
+        for resource in node["Resources"]
+        if resource.startswith(_MAC_RESOURCE)
+    }
+
+
+async def _has_joined(call: ActorCaller, mac: str) -> bool:
+    try:
+        fleet = await call("fleet")
+    except NoMacReady:
+        return False
+    return any(each.info.name == mac and each.state.name in ("READY", "DRAINING") for each in fleet)
+
+
+def _logical_names(num_macs: int) -> list[str]:
+    return [f"mac-{number}" for number in range(1, num_macs + 1)]
+
+
+def _mac_resources(name: str) -> dict[str, int]:
+    return {"mac": 1, _MAC_RESOURCE + name: 1}
+
+
+def _log_folder() -> str:
+    folder = Path(tempfile.gettempdir()) / f"cidery-logs-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return str(folder)

@@ -1,0 +1,273 @@
+"""The HTTP face: OpenAI-compatible inference, health, metrics and the admin API as JSON. Starlette on uvicorn."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from cluster.admin import AdminServicer
+from cluster.conductor import Completed, Conductor, Event, Job
+from cluster.config import MAX_BODY_BYTES
+from cluster.errors import BodyTooLarge, CideryError, InvalidRequest, Overloaded
+from cluster.inference import new_request_id
+from cluster.metrics import Metrics
+from cluster.openai_requests import OpenAIRequest, parse_body, parse_common, parse_messages, parse_prompt
+from cluster.openai_responses import DONE, Answer, ChatAnswer, TextAnswer, error_body, sse
+from cluster.served_models import ServedModels
+from cluster.tokenizer import Prompt
+from protos.cidery.v1 import admin_pb2
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class HttpServer:
+    """Builds the application; holds no state of its own."""
+
+    def __init__(self, models: ServedModels, conductor: Conductor, admin: AdminServicer, metrics: Metrics) -> None:
+        self._models = models
+        self._conductor = conductor
+        self._admin = admin
+        self._metrics = metrics
+
+    def app(self) -> Starlette:
+        """All routes."""
+        routes = (
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/v1/models", self.models),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.complete),
+            ("GET", "/admin/fleet", self.fleet),
+            ("GET", "/admin/index", self.index),
+            ("GET", "/admin/explain", self.explain),
+            ("POST", "/admin/explain", self.what_if),
+            ("POST", "/admin/drain", self.drain),
+            ("POST", "/admin/resume", self.resume),
+        )
+        return Starlette(routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes])
+
+    async def health(self, request: Request) -> Response:
+        """200 once a model can be used, else 503."""
+        ready = [model.name for model in self._models.all() if model.num_macs]
+        return JSONResponse(
+            {"status": "ok" if ready else "starting", "models": ready}, status_code=200 if ready else 503
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """OpenAI's model list."""
+        data = [
+            {
+                "id": model.name,
+                "object": "model",
+                "created": model.created_s,
+                "owned_by": "cidery",
+                "max_model_len": model.max_model_len,
+                "num_macs": model.num_macs,
+            }
+            for model in self._models.all()
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def chat(self, request: Request) -> Response:
+        """/v1/chat/completions."""
+        arrived_s = time.monotonic()
+        body = parse_body(await _read(request))
+        common = parse_common(body, is_chat=True)
+        model = self._models.get(common.model)
+        prompt = model.tokenizer.encode_chat(parse_messages(body))
+        job = Job(new_request_id("chatcmpl"), model, prompt, common.sampling, arrived_s)
+        return await self._answer(request, common, ChatAnswer(job))
+
+    async def complete(self, request: Request) -> Response:
+        """/v1/completions."""
+        arrived_s = time.monotonic()
+        body = parse_body(await _read(request))
+        common = parse_common(body, is_chat=False)
+        model = self._models.get(common.model)
+        asked = parse_prompt(body)
+        prompt = model.tokenizer.encode(asked) if isinstance(asked, str) else Prompt(asked)
+        job = Job(new_request_id("cmpl"), model, prompt, common.sampling, arrived_s)
+        return await self._answer(request, common, TextAnswer(job))
+
+    async def fleet(self, request: Request) -> Response:
+        """AdminService.GetFleet."""
+        return _json(await self._admin.GetFleet(admin_pb2.GetFleetRequest(), None))
+
+    async def index(self, request: Request) -> Response:
+        """AdminService.GetIndex."""
+        return _json(await self._admin.GetIndex(admin_pb2.GetIndexRequest(), None))
+
+    async def explain(self, request: Request) -> Response:
+        """AdminService.Explain of ?request_id=."""
+        asked = admin_pb2.ExplainRequest()
+        if request_id := request.query_params.get("request_id"):
+            asked.request_id = request_id
+        return _json(await self._admin.Explain(asked, None))
+
+    async def what_if(self, request: Request) -> Response:
+        """AdminService.Explain of {"text": ..., "model": ...}."""
+        body = parse_body(await _read(request))
+        asked = admin_pb2.ExplainRequest(text=_text(body, "text"), model=_text(body, "model", ""))
+        return _json(await self._admin.Explain(asked, None))
+
+    async def drain(self, request: Request) -> Response:
+        """AdminService.Drain of {"mac": ...}."""
+        mac = _text(parse_body(await _read(request)), "mac")
+        return _json(await self._admin.Drain(admin_pb2.DrainRequest(mac=mac), None))
+
+    async def resume(self, request: Request) -> Response:
+        """AdminService.Resume of {"mac": ...}."""
+        mac = _text(parse_body(await _read(request)), "mac")
+        return _json(await self._admin.Resume(admin_pb2.ResumeRequest(mac=mac), None))
+
+    async def _answer(self, request: Request, common: OpenAIRequest, answer: Answer) -> Response:
+        events = self._conductor.serve(answer.job)
+        if common.stream:
+            # The first event comes before the status line, so that a refusal still gets its own status.
+            try:
+                first = await _unless_disconnected(request, anext(events))
+            except BaseException:
+                await events.aclose()
+                raise
+            return EventStream(_stream(answer, first, events, includes_usage=common.include_usage), answer.job)
+        async with aclosing(events):
+            collected = await _unless_disconnected(request, _collect(events))
+        return JSONResponse(answer.whole(collected), headers={"x-request-id": answer.job.request_id})
+
+
+class ClientGone(CideryError):
+    """The client closed its connection; nobody reads the answer."""
+
+    reason = "CANCELLED"
+    http_status = 499
+
+
+class EventStream(Response):
+    """Server-sent events; a disconnect ends the generator at once, so that the request is aborted on its Mac."""
+
+    def __init__(self, events: AsyncGenerator[bytes], job: Job) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._events = events
+        self._start_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-request-id", job.request_id.encode()),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        sender = asyncio.create_task(self._send_all(send))
+        watcher = asyncio.create_task(_disconnect(receive))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sender, watcher):
+                task.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+            results = await asyncio.gather(sender, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self._start_headers})
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _stream(
+    answer: Answer, first: Event, events: AsyncGenerator[Event], *, includes_usage: bool
+) -> AsyncGenerator[bytes]:
+    async with aclosing(events):
+        opening = answer.first_chunk()
+        if opening is not None:
+            yield sse(opening)
+        try:
+            async for event in _after(first, events):
+                body = answer.chunk(event)
+                if body is not None:
+                    yield sse(body)
+                if isinstance(event, Completed) and includes_usage:
+                    yield sse(answer.usage_chunk(event))
+        except CideryError as error:
+            # The status line is gone; the error is the stream's last word.
+            yield sse(error_body(error))
+        yield DONE
+
+
+async def _after(first: Event, rest: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+async def _collect(events: AsyncGenerator[Event]) -> list[Event]:
+    return [event async for event in events]
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`, which is cancelled when the client goes away. Raises ClientGone then."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone("the client closed the connection")
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answering(handle: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except CideryError as error:
+            headers = {"retry-after": f"{error.retry_after_s:.0f}"} if isinstance(error, Overloaded) else None
+            return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+    return answer
+
+
+async def _read(request: Request) -> bytes:
+    """The body, read only as far as the limit."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"body: at most {MAX_BODY_BYTES} bytes are allowed, got more")
+    return bytes(body)
+
+
+def _text(body: Any, field: str, default: str | None = None) -> str:
+    value = body.get(field, default)
+    if not isinstance(value, str):
+        raise InvalidRequest(field, "is missing or not a string")
+    return value
+
+
+def _json(message: Message) -> Response:
+    return JSONResponse(
+        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    )

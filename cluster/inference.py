@@ -1,0 +1,146 @@
+"""The gRPC face of inference: cidery.v1.InferenceService on top of the conductor."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+
+import grpc
+
+from cluster import wire
+from cluster.conductor import Completed, Conductor, Event, Job, TextChunk
+from cluster.errors import InvalidRequest
+from cluster.sampling import SamplingRequest
+from cluster.scheduling.request import TokenLogprobs
+from cluster.served_models import ServedModel, ServedModels
+from cluster.tokenizer import Message, Prompt, Tokenizer
+from protos.cidery.v1 import inference_pb2, sampling_pb2
+
+
+class InferenceServicer:
+    """Registered by `grpc_server.add_service`; methods are named as the rpcs."""
+
+    def __init__(self, models: ServedModels, conductor: Conductor) -> None:
+        self._models = models
+        self._conductor = conductor
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        """See inference.proto."""
+        arrived_s = time.monotonic()
+        model = self._models.get(request.model)
+        if request.WhichOneof("prompt") is None:
+            raise InvalidRequest("prompt", "is missing; give text or token_ids")
+        if request.WhichOneof("prompt") == "text":
+            prompt = model.tokenizer.encode(request.text)
+        else:
+            prompt = Prompt(tuple(request.token_ids.ids))
+        job = Job(new_request_id("gen"), model, prompt, sampling_request(request.sampling), arrived_s)
+        async for event in self._serve(job, context):
+            yield inference_pb2.GenerateResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
+
+    async def Chat(  # noqa: N802
+        self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[inference_pb2.ChatResponse]:
+        """See inference.proto."""
+        arrived_s = time.monotonic()
+        model = self._models.get(request.model)
+        prompt = model.tokenizer.encode_chat(_messages(request.messages))
+        job = Job(new_request_id("chat"), model, prompt, sampling_request(request.sampling), arrived_s)
+        async for event in self._serve(job, context):
+            yield inference_pb2.ChatResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        """See inference.proto."""
+        tokenizer = self._models.get(request.model).tokenizer
+        if request.messages:
+            prompt = tokenizer.encode_chat(_messages(request.messages))
+        else:
+            prompt = tokenizer.encode(request.text)
+        return inference_pb2.TokenizeResponse(token_ids=prompt.token_ids, message_ends=prompt.boundaries)
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        """See inference.proto."""
+        models = [
+            inference_pb2.Model(id=model.name, max_model_len=model.max_model_len, num_macs=model.num_macs)
+            for model in self._models.all()
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
+
+    async def _serve(self, job: Job, context: grpc.aio.ServicerContext) -> AsyncGenerator[dict[str, object]]:
+        await context.send_initial_metadata((("x-request-id", job.request_id),))
+        async with aclosing(self._conductor.serve(job)) as events:
+            async for event in events:
+                yield _event(event, job.model)
+
+
+def new_request_id(kind: str) -> str:
+    """Unique in the fleet."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def sampling_request(message: sampling_pb2.SamplingParams) -> SamplingRequest:
+    """What the client set; the rest stays None."""
+
+    def of(name: str) -> float | int | None:
+        value: float | int | None = getattr(message, name) if message.HasField(name) else None
+        return value
+
+    return SamplingRequest(
+        temperature=of("temperature"),
+        top_k=_as_int(of("top_k")),
+        top_p=of("top_p"),
+        min_p=of("min_p"),
+        seed=_as_int(of("seed")),
+        max_tokens=_as_int(of("max_tokens")),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        num_top_logprobs=_as_int(of("num_top_logprobs")),
+    )
+
+
+def _as_int(value: float | int | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _messages(messages: Iterable[inference_pb2.ChatMessage]) -> list[Message]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _event(event: Event, model: ServedModel) -> dict[str, object]:
+    if isinstance(event, TextChunk):
+        logprobs = [_logprobs(each, model.tokenizer) for each in event.logprobs]
+        return {"chunk": inference_pb2.Chunk(text=event.text, token_ids=event.token_ids, logprobs=logprobs)}
+    return {"completion": _completion(event)}
+
+
+def _completion(event: Completed) -> inference_pb2.Completion:
+    return inference_pb2.Completion(
+        finish_reason=wire.FINISH_TO_PROTO[event.finish],
+        usage=inference_pb2.Usage(
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_cached_tokens=event.num_cached_tokens,
+            num_completion_tokens=event.num_completion_tokens,
+        ),
+        timings=inference_pb2.Timings(
+            route_s=event.route_s, queue_s=event.queue_s, first_token_s=event.first_token_s, total_s=event.total_s
+        ),
+        mac=event.mac,
+        seed=event.seed,
+        stop=event.stop or "",
+    )
+
+
+def _logprobs(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> sampling_pb2.TokenLogprobs:
+    message = wire.logprobs_to_proto(logprobs)
+    parts: list[sampling_pb2.TokenLogprobs | sampling_pb2.TopLogprob] = [message, *message.top]
+    for part in parts:
+        part.text = tokenizer.token_text(part.token_id)
+        part.utf8 = tokenizer.token_bytes(part.token_id)
+    return message

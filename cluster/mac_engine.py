@@ -1,0 +1,299 @@
+"""One Mac at work: feeds the scheduler's plans to the worker, one ahead, and hands out what comes back.
+
+Owns the scheduler, the worker child and the requests' way home. Everything runs on one asyncio loop, and no state is
+read before an await and written after it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from cluster import wire
+from cluster.config import MacConfig
+from cluster.errors import CideryError, InvalidRequest, MacLost, Overloaded, RequestTooLong, StartupFailed
+from cluster.kv.hashing import BlockHash, root_hash
+from cluster.kv.layout import plan_layout
+from cluster.kv.manager import KVCacheManager
+from cluster.mac_memory import kv_budget_bytes, layer_specs
+from cluster.model_files import model_digest, tokenizer_digest
+from cluster.scheduling import errors as refusals
+from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.plan import StepPlan
+from cluster.scheduling.request import Update
+from cluster.scheduling.scheduler import Scheduler
+from cluster.worker_process import WorkerProcess
+from protos.cidery.node.v1 import node_pb2
+from protos.cidery.worker.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_PLANS_IN_FLIGHT = 2
+_RESTART_PAUSE_S = 1.0
+_MAX_FAILED_STARTS = 3
+
+
+class UpdateSink(Protocol):
+    """Where a request's updates go: one gateway's stream."""
+
+    def deliver(self, updates: list[node_pb2.Update]) -> None:
+        """All that one step did for requests of this sink; must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillObservation:
+    """A step that was mostly prefill, so that the router can learn this Mac's speed."""
+
+    num_tokens: int
+    seconds: float
+
+
+class MacEngine:
+    """See the module. `on_events` is called after a step that changed what is cached, and at every new epoch."""
+
+    def __init__(
+        self, mac: str, config: MacConfig, model_folder: Path, log_path: Path, on_change: Callable[[], None]
+    ) -> None:
+        self.mac = mac
+        self._config = config
+        self._folder = model_folder
+        self._log_path = log_path
+        self._on_change = on_change
+        self._digests = (model_digest(model_folder), tokenizer_digest(model_folder))
+        self._worker: WorkerProcess | None = None
+        self._plans: asyncio.Queue[StepPlan] = asyncio.Queue()
+        self._prefill_tokens: dict[int, int] = {}  # of plans in flight, by step_id
+        self._sinks: dict[str, UpdateSink] = {}
+        self._is_running = False
+        self.described: worker_pb2.DescribeResponse | None = None
+        self.scheduler: Scheduler | None = None
+        self.kv: KVCacheManager | None = None
+        self.root: BlockHash | None = None
+        self.max_model_len = 0
+        self.epoch = 0
+        self.num_worker_restarts = 0
+        self.num_steps = 0
+        self.num_generated_tokens = 0
+        self.worker_memory_bytes = 0
+        self.prefill_observations: list[PrefillObservation] = []
+
+    @property
+    def is_ready(self) -> bool:
+        """The worker has its model and takes plans."""
+        return self._is_running
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Of this Mac's copy of the model."""
+        return self._digests[1]
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Of the worker now alive."""
+        return self._worker.pid if self._worker else None
+
+    async def supervise(self) -> None:
+        """Keeps a worker running until cancelled. Raises StartupFailed when it can't be started three times running."""
+        num_failed = 0
+        try:
+            while True:
+                try:
+                    await self._run_worker()
+                    num_failed = 0
+                except StartupFailed as error:
+                    num_failed += 1
+                    if num_failed == _MAX_FAILED_STARTS or self.scheduler is None:
+                        raise
+                    log.error("worker could not be started mac=%s try=%d error=%s", self.mac, num_failed, error)
+                self.num_worker_restarts += 1
+                await asyncio.sleep(_RESTART_PAUSE_S)
+        finally:
+            self._fail_all(MacLost(f"{self.mac} is shutting down"))
+
+    def open(self, message: node_pb2.Open, sink: UpdateSink) -> None:
+        """Takes a request in, or tells the sink at once why not."""
+        try:
+            finished = self._admit(message)
+        except CideryError as error:
+            sink.deliver([wire.failure_to_proto(message.request_id, error)])
+            return
+        if finished is not None:
+            sink.deliver([wire.update_to_proto(finished)])
+            return
+        self._sinks[message.request_id] = sink
+        self._pump()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its blocks now; no update follows. No effect on one that has ended."""
+        self._sinks.pop(request_id, None)
+        if self.scheduler is not None and self.scheduler.abort(request_id):
+            log.info("aborted request_id=%s", request_id)
+            self._publish()
+            self._pump()
+
+    def _admit(self, message: node_pb2.Open) -> Update | None:
+        """Gives the request to the scheduler; an update if it had ended before it came here."""
+        if self.scheduler is None or self.described is None:
+            raise MacLost(f"{self.mac} has not finished starting")
+        if message.root_hash != self.root:
+            raise InvalidRequest("root_hash", f"the gateway's model, tokenizer or block size differs from {self.mac}'s")
+        request = wire.request_from_open(message, self.described.eos_token_ids)
+        try:
+            return self.scheduler.add(request, time.monotonic())
+        except refusals.RequestTooLong as error:
+            raise RequestTooLong(str(error)) from error
+        except refusals.QueueFull as error:
+            raise Overloaded(str(error)) from error
+        except refusals.Refused as error:
+            raise InvalidRequest("request", str(error)) from error
+
+    async def _run_worker(self) -> None:
+        """From the start of one worker to its end."""
+        worker = await WorkerProcess.start(self._config.model, self._folder, self._log_path)
+        self._worker = worker
+        try:
+            described = await worker.describe()
+            configure = self._prepare(described)
+            call = worker.stub.Run()
+            await call.write(worker_pb2.RunRequest(configure=configure))
+            configured = (await call.read()).configured
+            self._is_running = True
+            log.info(
+                "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
+                *(self.mac, worker.pid, described.device, described.kernels, configured.kv_bytes, configure.num_blocks),
+            )
+            self._publish()
+            self._pump()
+            await self._exchange(call)
+        except grpc.aio.AioRpcError as error:
+            log.error("worker stream broke mac=%s code=%s details=%s", self.mac, error.code(), error.details())
+        except refusals.ProtocolError as error:
+            log.error("worker and scheduler have parted mac=%s error=%s: restarting the worker", self.mac, error)
+        finally:
+            was_running, self._is_running = self._is_running, False
+            self._worker = None
+            await worker.stop()
+            if was_running:
+                log.warning("worker lost mac=%s pid=%d; its log ends:\n%s", self.mac, worker.pid, worker.log_tail())
+                self._forget_worker()
+
+    async def _exchange(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Plans down, results up, until the stream ends."""
+        sender = asyncio.create_task(self._send_plans(call))
+        try:
+            async for message in _messages(call):
+                self._apply(message.result)
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+
+    async def _send_plans(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            await call.write(wire.plan_to_proto(await self._plans.get()))
+
+    def _prepare(self, described: worker_pb2.DescribeResponse) -> worker_pb2.Configure:
+        """Sizes the KV cache the first time; a restarted worker must match what the scheduler already works with."""
+        if self.scheduler is None:
+            self._plan_memory(described)
+        elif self.described is not None and described.layers != self.described.layers:
+            raise StartupFailed(f"{self.mac}: the restarted worker describes other layers than before")
+        assert self.kv is not None
+        assert self.root is not None
+        self.described = described
+        # New content, new epoch; a clock that jumped back must not repeat one.
+        self.epoch = max(self.epoch + 1, time.time_ns())
+        return worker_pb2.Configure(
+            block_size=self._config.kv.block_size_tokens, num_blocks=self.kv.layout.num_blocks, root_hash=self.root
+        )
+
+    def _plan_memory(self, described: worker_pb2.DescribeResponse) -> None:
+        config = self._config
+        self.max_model_len = min(config.model.max_model_len or described.max_model_len, described.max_model_len)
+        try:
+            layout = plan_layout(
+                layer_specs(described),
+                kv_budget_bytes=kv_budget_bytes(described, config.kv),
+                max_model_len=self.max_model_len,
+                block_size=config.kv.block_size_tokens,
+            )
+        except ValueError as error:
+            raise StartupFailed(f"{self.mac}: {error}") from error
+        self.root = root_hash(
+            model=self._digests[0],
+            tokenizer=self._digests[1],
+            kv_format=described.layers[0].dtype,
+            block_size=layout.block_size,
+        )
+        self.kv = KVCacheManager(layout, enable_prefix_caching=config.kv.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.kv,
+            SchedulerConfig(
+                max_num_seqs=config.batch.max_num_seqs,
+                max_num_batched_tokens=config.batch.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                max_waiting=config.batch.max_waiting,
+            ),
+        )
+
+    def _pump(self) -> None:
+        """Keeps one plan running and one queued behind it, as far as there is work."""
+        if not self._is_running or self.scheduler is None:
+            return
+        while len(self._prefill_tokens) < MAX_PLANS_IN_FLIGHT:
+            plan = self.scheduler.schedule(time.monotonic())
+            if plan is None:
+                return
+            self._prefill_tokens[plan.step_id] = sum(part.num_tokens for part in plan.slices if part.num_tokens > 1)
+            self._plans.put_nowait(plan)
+
+    def _apply(self, message: worker_pb2.StepResult) -> None:
+        assert self.scheduler is not None
+        result = wire.result_from_proto(message)
+        self.worker_memory_bytes = message.memory.active_bytes
+        num_prefill = self._prefill_tokens.pop(result.step_id)
+        updates = self.scheduler.apply(result)
+        self._pump()  # before anything else: the worker must not wait for us
+        self.num_steps += 1
+        self.num_generated_tokens += sum(len(update.token_ids) for update in updates)
+        if num_prefill:
+            self.prefill_observations.append(PrefillObservation(num_prefill, result.run_s))
+        self._deliver(updates)
+        self._publish()
+
+    def _deliver(self, updates: list[Update]) -> None:
+        by_sink: dict[UpdateSink, list[node_pb2.Update]] = {}
+        for update in updates:
+            sink = self._sinks.get(update.request_id)
+            if sink is None:
+                continue
+            by_sink.setdefault(sink, []).append(wire.update_to_proto(update))
+            if update.finish is not None:
+                del self._sinks[update.request_id]
+        for sink, messages in by_sink.items():
+            sink.deliver(messages)
+
+    def _publish(self) -> None:
+        self._on_change()
+
+    def _forget_worker(self) -> None:
+        """The KV is gone; requests are not: they are computed again by the next worker."""
+        assert self.scheduler is not None
+        self._plans = asyncio.Queue()
+        self._prefill_tokens.clear()
+        self.scheduler.worker_lost()
+        self._publish()
+
+    def _fail_all(self, error: CideryError) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for request_id, sink in sinks.items():
+            sink.deliver([wire.failure_to_proto(request_id, error)])
+
+
+async def _messages(call: grpc.aio.StreamStreamCall) -> AsyncIterator[worker_pb2.RunResponse]:
+    while (message := await call.read()) is not grpc.aio.EOF:
+        yield message

@@ -1,0 +1,28 @@
+"""How many bytes of a Mac the KV cache may take."""
+
+from cluster.config import KVConfig
+from cluster.kv.spec import FullAttentionSpec
+from protos.cidery.worker.v1 import worker_pb2
+
+# Activations of the largest step and MLX's buffer cache, until they are measured by a dry run.
+ACTIVATION_BYTES = 512 * 1024 * 1024
+# A CPU serves for trying things out beside other programs: take a gigabyte unless told otherwise.
+CPU_KV_BYTES = 1024 * 1024 * 1024
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def kv_budget_bytes(described: worker_pb2.DescribeResponse, config: KVConfig) -> int:
+    """What is told, or the allowed share of the working set less weights and activations; may come out negative."""
+    if config.cache_memory_bytes is not None:
+        return config.cache_memory_bytes
+    share = int(described.memory_limit_bytes * config.memory_utilization)
+    budget = share - described.weights_bytes - ACTIVATION_BYTES
+    return min(budget, CPU_KV_BYTES) if described.device == "cpu" else budget
+
+
+def layer_specs(described: worker_pb2.DescribeResponse) -> list[FullAttentionSpec]:
+    """One spec for each KV cache of the model."""
+    return [
+        FullAttentionSpec(layer.num_kv_heads, layer.head_dim, _DTYPE_BYTES[layer.dtype]) for layer in described.layers
+    ]

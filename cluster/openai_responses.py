@@ -1,0 +1,179 @@
+"""OpenAI's response bodies: whole answers and the chunks of a stream, for both endpoints."""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.conductor import Completed, Event, Job, TextChunk
+from cluster.errors import CideryError, InvalidRequest
+from cluster.scheduling.request import Finish, TokenLogprobs
+from cluster.tokenizer import Tokenizer
+
+_FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORTED: "abort"}
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_body(error: CideryError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {
+        "error": {
+            "message": str(error),
+            "type": "invalid_request_error" if error.http_status < 500 else "server_error",
+            "param": error.field if isinstance(error, InvalidRequest) else None,
+            "code": error.reason.lower(),
+        }
+    }
+
+
+def usage_body(completed: Completed) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": completed.num_prompt_tokens,
+        "completion_tokens": completed.num_completion_tokens,
+        "total_tokens": completed.num_prompt_tokens + completed.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": completed.num_cached_tokens},
+    }
+
+
+def extension_body(completed: Completed) -> dict[str, Any]:
+    """What only Cidery says: which Mac, how long, and the seed that repeats the answer."""
+    return {
+        "mac": completed.mac,
+        "seed": completed.seed,
+        "route_s": round(completed.route_s, 6),
+        "queue_s": round(completed.queue_s, 6),
+        "first_token_s": round(completed.first_token_s, 6),
+        "total_s": round(completed.total_s, 6),
+    }
+
+
+@dataclass(slots=True)
+class Answer(ABC):
+    """Builds the bodies of one answer."""
+
+    job: Job
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    object_name = ""
+    chunk_object_name = ""
+
+    @abstractmethod
+    def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]: ...
+
+    def first_chunk(self) -> dict[str, Any] | None:
+        """What a stream opens with, before any text."""
+        return None
+
+    def whole(self, events: list[Event]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        chunks = [event for event in events if isinstance(event, TextChunk)]
+        completed = events[-1]
+        assert isinstance(completed, Completed)
+        text = "".join(chunk.text for chunk in chunks)
+        logprobs = [each for chunk in chunks for each in chunk.logprobs]
+        choice = self._whole_choice(text, logprobs, _FINISH[completed.finish])
+        return self._frame(self.object_name, [choice]) | {
+            "usage": usage_body(completed),
+            "cidery": extension_body(completed),
+        }
+
+    def chunk(self, event: Event) -> dict[str, Any] | None:
+        """One chunk of a stream; None when there is nothing to show yet."""
+        if isinstance(event, Completed):
+            choice = self._chunk_choice("", (), _FINISH[event.finish])
+            return self._frame(self.chunk_object_name, [choice]) | {"cidery": extension_body(event)}
+        if not event.text and not event.logprobs:
+            return None
+        return self._frame(self.chunk_object_name, [self._chunk_choice(event.text, event.logprobs, None)])
+
+    def usage_chunk(self, completed: Completed) -> dict[str, Any]:
+        """The extra chunk that `stream_options.include_usage` asks for."""
+        return self._frame(self.chunk_object_name, []) | {"usage": usage_body(completed)}
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.job.request_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.job.model.name,
+            "choices": choices,
+        }
+
+
+class ChatAnswer(Answer):
+    """/v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def first_chunk(self) -> dict[str, Any] | None:
+        """The role."""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._frame(self.chunk_object_name, [choice])
+
+    def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(logprobs),
+            "finish_reason": finish,
+        }
+
+    def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]:
+        delta = {"content": text} if finish is None else {}
+        return {"index": 0, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+
+    def _logprobs(self, logprobs: list[TokenLogprobs] | tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
+        if not logprobs:
+            return None
+        tokenizer = self.job.model.tokenizer
+        content = [
+            _token(tokenizer, each.token_id, each.logprob)
+            | {"top_logprobs": [_token(tokenizer, token_id, logprob) for token_id, logprob in each.top]}
+            for each in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+class TextAnswer(Answer):
+    """/v1/completions."""
+
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+
+    def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+
+    def _logprobs(self, logprobs: list[TokenLogprobs] | tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
+        if not logprobs:
+            return None
+        tokenizer = self.job.model.tokenizer
+        return {
+            "tokens": [tokenizer.token_text(each.token_id) for each in logprobs],
+            "token_logprobs": [each.logprob for each in logprobs],
+            "top_logprobs": [
+                {tokenizer.token_text(token_id): logprob for token_id, logprob in each.top} for each in logprobs
+            ],
+        }
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }

@@ -1,0 +1,183 @@
+"""The router as a Ray actor: one owner, one call at a time, so choosing and booking can't be torn apart.
+
+Beside passing calls on it keeps time: Macs that go silent are lost, leases that run out are released.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from cluster.errors import InvalidRequest, ModelNotFound, NoMacReady, NotFound, RequestTooLong
+from cluster.event_wire import unpack, unpack_keys
+from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, UnknownModel, UnknownRequest
+from cluster.routing.index import Applied, IndexStats
+from cluster.routing.mac import MacInfo, MacStatus
+from cluster.routing.router import Decision, RouteQuery, Router
+
+log = logging.getLogger(__name__)
+
+# Macs report every second; a busy one may be late.
+SILENCE_S = 5.0
+_TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MacReport:
+    """What a Mac says every second, and whenever what it caches has changed."""
+
+    mac: str
+    epoch: int
+    # Packed event batches in order, see event_wire.
+    batches: tuple[bytes, ...]
+    # (tokens, seconds) of steps that were mostly prefill.
+    prefills: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNotes:
+    """What became of requests, as the gateway saw it."""
+
+    first_token: tuple[str, ...]
+    ended: tuple[str, ...]
+
+
+class ReportAnswer(Enum):
+    """What the router wants next."""
+
+    OK = "ok"
+    # Send a snapshot of the whole set.
+    RESYNC = "resync"
+    # Never heard of this incarnation (the router was restarted, or lost it): join again.
+    JOIN = "join"
+
+
+class RouterActor:
+    """See the module. Errors that leave it are those of `cluster.errors`."""
+
+    def __init__(self) -> None:
+        self._router = Router()
+        self._tokenizers: dict[str, str] = {}
+        self._heard_s: dict[str, float] = {}
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def ping(self) -> None:
+        """Answers once the actor is up."""
+
+    async def join(self, info: MacInfo, tokenizer_digest: str) -> ReportAnswer:
+        """Adds a Mac or a new incarnation of one; a snapshot must follow. Raises InvalidRequest if it doesn't fit."""
+        try:
+            applied = self._router.join(info)
+        except IncompatibleMac as error:
+            log.error("mac refused mac=%s reason=%s", info.name, error)
+            raise InvalidRequest("mac", str(error)) from error
+        self._tokenizers[info.model] = tokenizer_digest
+        self._heard_s[info.name] = time.monotonic()
+        log.info("mac joined mac=%s epoch=%d model=%s address=%s", info.name, info.epoch, info.model, info.address)
+        return ReportAnswer.OK if applied is Applied.OK else ReportAnswer.RESYNC
+
+    async def report(self, report: MacReport) -> ReportAnswer:
+        """Applies a Mac's events; the answer says whether its set is known from now on."""
+        if not self._knows(report.mac, report.epoch):
+            return ReportAnswer.JOIN
+        self._heard_s[report.mac] = time.monotonic()
+        for num_tokens, seconds in report.prefills:
+            self._router.observe_prefill(report.mac, num_tokens, seconds)
+        for packed in report.batches:
+            batch = unpack(packed)
+            applied = self._router.apply_events(batch.mac, batch.epoch, batch.seq, batch.stored, batch.removed)
+            if applied is Applied.RESYNC:
+                return ReportAnswer.RESYNC
+        return ReportAnswer.OK
+
+    async def load_snapshot(self, mac: str, epoch: int, next_seq: int, keys: bytes) -> ReportAnswer:
+        """All that a Mac holds before batch `next_seq`."""
+        applied = self._router.load_snapshot(mac, epoch, next_seq, unpack_keys(keys))
+        return ReportAnswer.OK if applied is Applied.OK else ReportAnswer.JOIN
+
+    async def leave(self, mac: str, epoch: int) -> None:
+        """The Mac's manager is shutting down."""
+        self._router.leave(mac, epoch)
+
+    async def lost(self, mac: str, epoch: int) -> None:
+        """A gateway's stream to this incarnation broke; the Mac's own report takes it back if it lives."""
+        if self._knows(mac, epoch):
+            log.warning("mac lost mac=%s epoch=%d", mac, epoch)
+            self._router.lost(mac)
+
+    async def route(self, query: RouteQuery) -> Decision:
+        """Chooses and books. Raises ModelNotFound, NoMacReady, RequestTooLong."""
+        return self._decide(query, books=True)
+
+    async def what_if(self, query: RouteQuery) -> Decision:
+        """Chooses, books nothing."""
+        return self._decide(query, books=False)
+
+    async def note(self, notes: RequestNotes) -> None:
+        """Progress of many requests at once."""
+        for request_id in notes.first_token:
+            self._router.first_token(request_id)
+        for request_id in notes.ended:
+            self._router.release(request_id)
+
+    async def explain(self, request_id: str) -> Decision:
+        """The decision on a past request. Raises NotFound."""
+        try:
+            return self._router.explain(request_id)
+        except UnknownRequest as error:
+            raise NotFound(str(error)) from error
+
+    async def drain(self, mac: str) -> None:
+        """Nothing new goes to the Mac. Raises NotFound."""
+        self._on_mac(self._router.drain, mac)
+
+    async def resume(self, mac: str) -> None:
+        """The Mac takes requests again. Raises NotFound."""
+        self._on_mac(self._router.resume, mac)
+
+    async def fleet(self) -> tuple[MacStatus, ...]:
+        """Every Mac that has joined and not left."""
+        return self._router.fleet()
+
+    async def tokenizer_digests(self) -> dict[str, str]:
+        """By model; a gateway whose own copy differs must not serve it."""
+        return dict(self._tokenizers)
+
+    async def index_stats(self) -> IndexStats:
+        """The prefix index."""
+        return self._router.index_stats()
+
+    async def check(self) -> None:
+        """Raises AssertionError if the router's parts disagree."""
+        self._router.check()
+
+    def _decide(self, query: RouteQuery, *, books: bool) -> Decision:
+        try:
+            return (self._router.route if books else self._router.what_if)(query, time.monotonic())
+        except UnknownModel as error:
+            raise ModelNotFound(str(error)) from error
+        except NoMacAvailable as error:
+            raise (RequestTooLong(str(error)) if error.is_permanent else NoMacReady(str(error))) from error
+
+    def _on_mac(self, action: Callable[[str], None], mac: str) -> None:
+        try:
+            action(mac)
+        except UnknownMac as error:
+            raise NotFound(str(error)) from error
+
+    def _knows(self, mac: str, epoch: int) -> bool:
+        return any(each.mac == mac and each.epoch == epoch for each in self._router.index_stats().macs)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = time.monotonic()
+            for request_id in self._router.expire(now_s):
+                log.warning("lease expired request_id=%s", request_id)
+            for mac, heard_s in list(self._heard_s.items()):
+                if now_s - heard_s > SILENCE_S:
+                    log.warning("mac silent mac=%s silent_s=%.1f", mac, now_s - heard_s)
+                    self._router.lost(mac)
+                    del self._heard_s[mac]

@@ -1,0 +1,45 @@
+"""Which requests a Mac takes at all: decided from the request and the limits alone, before anything is queued."""
+
+from cluster.kv.layout import KVLayout
+from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.errors import InvalidRequest, RequestTooLong
+from cluster.scheduling.request import Request
+
+
+def max_length(request: Request, config: SchedulerConfig) -> int:
+    """Tokens, prompt included, after which the request ends by LENGTH."""
+    return min(request.num_prompt_tokens + request.max_tokens, config.max_model_len)
+
+
+def check_request(request: Request, config: SchedulerConfig, layout: KVLayout) -> None:
+    """Refuse what could never run to its end, so that the oldest running request can always go on.
+
+    Raises InvalidRequest for a request that contradicts itself, RequestTooLong for one that needs more than there is.
+    """
+    num_tokens, num_prompt_tokens = len(request.token_ids), request.num_prompt_tokens
+    if not 1 <= num_prompt_tokens <= num_tokens:
+        raise InvalidRequest(
+            f"request {request.request_id}: num_prompt_tokens must be 1 to {num_tokens} (all its tokens), "
+            f"got {num_prompt_tokens}"
+        )
+    if request.max_tokens < 0:
+        raise InvalidRequest(f"request {request.request_id}: max_tokens must be at least 0, got {request.max_tokens}")
+    num_full_blocks = num_tokens // layout.block_size
+    if len(request.block_hashes) > num_full_blocks:
+        raise InvalidRequest(
+            f"request {request.request_id}: {num_tokens} tokens fill {num_full_blocks} blocks of {layout.block_size}, "
+            f"got {len(request.block_hashes)} block hashes"
+        )
+    if num_prompt_tokens > config.max_model_len - 1:
+        raise RequestTooLong(
+            f"request {request.request_id}: a prompt of {num_prompt_tokens} tokens leaves none to generate; at most "
+            f"{config.max_model_len - 1} fit max_model_len {config.max_model_len}"
+        )
+    length = max_length(request, config)
+    num_blocks = layout.num_blocks_for(length) * len(layout.groups)
+    if num_blocks > layout.num_usable_blocks:
+        raise RequestTooLong(
+            f"request {request.request_id}: {num_prompt_tokens} prompt tokens + max_tokens {request.max_tokens}, cut "
+            f"at max_model_len {config.max_model_len}, = {length} tokens = {num_blocks} blocks of {layout.block_size}; "
+            f"the KV cache has {layout.num_usable_blocks}"
+        )

@@ -1,0 +1,104 @@
+"""`cidery serve`: fleet and gateway together, from start to Ctrl-C."""
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+
+from cluster.config import GatewayConfig, MacConfig
+from cluster.fleet import Fleet, FleetConfig
+from cluster.gateway import Addresses, Gateway
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """All of one `cidery serve`."""
+
+    mac: MacConfig
+    gateway: GatewayConfig
+    address: str | None
+    num_macs: int
+
+    @property
+    def fleet(self) -> FleetConfig:
+        """The fleet's part."""
+        return FleetConfig(self.mac, self.address, self.num_macs)
+
+
+def run(config: ServeConfig, console: Console) -> None:
+    """Serves until SIGINT or SIGTERM. Raises StartupFailed. Main thread only: Ray installs signal handlers."""
+    fleet = Fleet(config.fleet)
+    try:
+        with console.status("starting …"):
+            fleet.start(console.print)
+        asyncio.run(_serve(config, fleet, console))
+    finally:
+        fleet.stop()
+
+
+async def _serve(config: ServeConfig, fleet: Fleet, console: Console) -> None:
+    stop = asyncio.Event()
+    with _stopping_at_signals(stop):
+        gateway = Gateway(config.gateway, config.mac.model)
+        with console.status(f"loading {config.mac.model.name} …"):
+            if not await _unless_stopped(stop, fleet.wait_ready(console.print)):
+                return
+        async with gateway.running() as addresses:
+            await gateway.refresh()
+            click.echo(_welcome(config, addresses), err=True)  # not rich: a pasted command must not be wrapped
+            await stop.wait()
+            console.print("stopping")
+
+
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """True when `work` was done, False when the signal came first."""
+    task = asyncio.create_task(work)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+    stopped.cancel()
+    await task
+    return True
+
+
+def _welcome(config: ServeConfig, addresses: Addresses) -> str:
+    name = config.mac.model.name
+    return f"""
+Cidery serves {name}
+  HTTP (OpenAI)  {addresses.http}/v1
+  gRPC           {addresses.grpc}
+  admin          {addresses.http}/admin/fleet
+
+Try it:
+  curl -s {addresses.http}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+  cidery chat --address {addresses.grpc}
+
+Ctrl-C stops it."""
+
+
+@contextmanager
+def _stopping_at_signals(stop: asyncio.Event) -> Iterator[None]:
+    """A first Ctrl-C stops in order; a second one ends at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,77 @@
+"""The models that this gateway can serve: tokenizer and defaults from its own files, the rest from the fleet."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ModelConfig
+from cluster.errors import InvalidRequest, ModelNotFound, NoMacReady, StartupFailed
+from cluster.kv.hashing import BlockHash
+from cluster.model_files import find_model
+from cluster.ray_calls import ActorCaller
+from cluster.routing.mac import MacState
+from cluster.sampling import Defaults
+from cluster.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """One model by its public name. `root` is None until a Mac that serves it has joined."""
+
+    name: str
+    tokenizer: Tokenizer
+    defaults: Defaults
+    created_s: int
+    root: BlockHash | None = None
+    block_size: int = 0
+    max_model_len: int = 0
+    num_macs: int = 0
+
+
+class ServedModels:
+    """Kept current by `refresh`, which the gateway calls every second."""
+
+    def __init__(self, router: ActorCaller) -> None:
+        self._router = router
+        self._models: dict[str, ServedModel] = {}
+
+    async def load(self, config: ModelConfig, created_s: int) -> None:
+        """Reads a model's tokenizer; takes seconds, off the event loop."""
+        folder = await asyncio.to_thread(find_model, config.path)
+        self._models[config.name] = await asyncio.to_thread(_load, config.name, folder, created_s)
+
+    async def refresh(self) -> None:
+        """Learns from the router which Macs serve what. Raises StartupFailed if one tokenizes otherwise than we do."""
+        digests = await self._router("tokenizer_digests")
+        fleet = await self._router("fleet")
+        for model in self._models.values():
+            theirs = digests.get(model.name)
+            if theirs is not None and theirs != model.tokenizer.digest:
+                raise StartupFailed(f"{model.name}: the Macs' tokenizer files differ from the gateway's; copy one set")
+            macs = [mac for mac in fleet if mac.info.model == model.name and mac.state is not MacState.LOST]
+            model.num_macs = len([mac for mac in macs if mac.state is MacState.READY])
+            if macs:
+                model.root = macs[0].info.root_hash
+                model.block_size = macs[0].info.block_size
+                model.max_model_len = max(mac.info.max_model_len for mac in macs)
+
+    def all(self) -> tuple[ServedModel, ...]:
+        """Models that a Mac serves or has served."""
+        return tuple(model for model in self._models.values() if model.root is not None)
+
+    def get(self, name: str) -> ServedModel:
+        """By name; an empty name means the only one. Raises ModelNotFound, InvalidRequest, NoMacReady."""
+        if not name:
+            if len(self._models) != 1:
+                raise InvalidRequest("model", f"is missing; served: {', '.join(sorted(self._models))}")
+            name = next(iter(self._models))
+        model = self._models.get(name)
+        if model is None:
+            raise ModelNotFound(f"model {name!r} is not served; served: {', '.join(sorted(self._models))}")
+        if model.root is None:
+            raise NoMacReady(f"model {name!r}: no Mac has finished loading it yet")
+        return model
+
+
+def _load(name: str, folder: Path, created_s: int) -> ServedModel:
+    return ServedModel(name, Tokenizer(folder), Defaults.of_model(folder), created_s)

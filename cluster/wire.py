@@ -1,0 +1,196 @@
+"""The one module that knows both the pure core's dataclasses and the messages of the node and worker protocols."""
+
+from collections.abc import Sequence
+
+from cluster.errors import BY_REASON, CideryError, InvalidRequest, RequestTooLong
+from cluster.kv.hashing import BlockHash, join_hashes, split_hashes
+from cluster.scheduling.plan import FilledBlock, GroupBlocks, NewSequence, Sampled, Slice, StepPlan, StepResult
+from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
+from protos.cidery.node.v1 import node_pb2
+from protos.cidery.v1 import sampling_pb2
+from protos.cidery.worker.v1 import worker_pb2
+
+FINISH_TO_PROTO = {
+    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
+    Finish.STOP: sampling_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+    Finish.ABORTED: sampling_pb2.FINISH_REASON_ABORTED,
+}
+FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
+
+
+def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
+    """Every field present, as node and worker expect it."""
+    return sampling_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        num_top_logprobs=params.num_top_logprobs,
+    )
+
+
+def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """Of a resolved message; nothing is defaulted here."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
+    """Ids and numbers only; the gateway adds the text."""
+    return sampling_pb2.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top=[sampling_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Inverse of `logprobs_to_proto`."""
+    return TokenLogprobs(message.token_id, message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+
+
+def request_to_open(request: Request, root_hash: BlockHash) -> node_pb2.ConnectRequest:
+    """The gateway's message that starts a request on a Mac."""
+    sampling = sampling_to_proto(request.sampling)
+    sampling.max_tokens = request.max_tokens
+    sampling.stop_token_ids.extend(request.stop_token_ids)
+    return node_pb2.ConnectRequest(
+        open=node_pb2.Open(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_hashes=join_hashes(request.block_hashes),
+            sampling=sampling,
+            boundaries=request.boundaries,
+            root_hash=root_hash,
+        )
+    )
+
+
+def request_from_open(message: node_pb2.Open, eos_token_ids: Sequence[int]) -> Request:
+    """Inverse of `request_to_open`; the model's own end tokens join the client's unless it asked to ignore them."""
+    stops = tuple(message.sampling.stop_token_ids)
+    if not message.sampling.ignore_eos:
+        stops += tuple(eos_token_ids)
+    return Request(
+        request_id=message.request_id,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        block_hashes=tuple(split_hashes(message.block_hashes)),
+        max_tokens=message.sampling.max_tokens,
+        sampling=sampling_from_proto(message.sampling),
+        stop_token_ids=stops,
+        boundaries=tuple(message.boundaries),
+    )
+
+
+def update_to_proto(update: Update) -> node_pb2.Update:
+    """What the Mac reports of one request after one step."""
+    return node_pb2.Update(
+        request_id=update.request_id,
+        token_ids=update.token_ids,
+        logprobs=[logprobs_to_proto(logprobs) for logprobs in update.logprobs],
+        finish_reason=FINISH_TO_PROTO[update.finish],
+        num_cached_tokens=update.num_cached_tokens,
+        queue_s=update.queue_s,
+    )
+
+
+def update_from_proto(message: node_pb2.Update) -> Update:
+    """Inverse of `update_to_proto`."""
+    return Update(
+        request_id=message.request_id,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(logprobs_from_proto(logprobs) for logprobs in message.logprobs),
+        finish=FINISH_FROM_PROTO[message.finish_reason],
+        num_cached_tokens=message.num_cached_tokens,
+        queue_s=message.queue_s,
+    )
+
+
+def failure_to_proto(request_id: str, error: CideryError) -> node_pb2.Update:
+    """A request that could not be run, by the error's name."""
+    message = error.detail if isinstance(error, InvalidRequest) else str(error)
+    return node_pb2.Update(request_id=request_id, failure=node_pb2.Failure(reason=error.reason, message=message))
+
+
+def failure_from_proto(message: node_pb2.Failure) -> CideryError:
+    """Inverse of `failure_to_proto`; an unknown reason becomes an internal error that quotes it."""
+    kind = BY_REASON.get(message.reason)
+    if kind is RequestTooLong:
+        return RequestTooLong(message.message)
+    if kind is InvalidRequest:
+        return InvalidRequest("request", message.message)
+    if kind is None:
+        return CideryError(f"{message.reason}: {message.message}")
+    return kind(message.message)
+
+
+def plan_to_proto(plan: StepPlan) -> worker_pb2.RunRequest:
+    """One step for the worker."""
+    return worker_pb2.RunRequest(
+        plan=worker_pb2.StepPlan(
+            step_id=plan.step_id,
+            released_seq_ids=plan.released_seq_ids,
+            new_sequences=[_new_sequence(new) for new in plan.new_sequences],
+            copies=[worker_pb2.BlockCopy(group=c.group, source=c.source, target=c.target) for c in plan.copies],
+            zeroes=_groups(plan.zeroes or {}),
+            slices=[_slice(part) for part in plan.slices],
+        )
+    )
+
+
+def _new_sequence(new: NewSequence) -> worker_pb2.NewSequence:
+    return worker_pb2.NewSequence(
+        seq_id=new.seq_id,
+        token_ids=new.token_ids,
+        block_hashes=join_hashes(new.block_hashes),
+        sampling=sampling_to_proto(new.sampling),
+        stop_token_ids=new.stop_token_ids,
+        block_tables=_groups(new.block_tables),
+    )
+
+
+def _slice(part: Slice) -> worker_pb2.Slice:
+    return worker_pb2.Slice(
+        seq_id=part.seq_id,
+        start=part.start,
+        num_tokens=part.num_tokens,
+        samples=part.samples,
+        new_blocks=_groups(part.new_blocks),
+    )
+
+
+def _groups(blocks: GroupBlocks) -> list[worker_pb2.GroupBlocks]:
+    return [worker_pb2.GroupBlocks(group=group, block_ids=ids) for group, ids in blocks.items()]
+
+
+def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
+    """What the worker did."""
+    return StepResult(
+        step_id=message.step_id,
+        sampled=tuple(
+            Sampled(
+                row.seq_id,
+                row.token_id,
+                logprobs_from_proto(row.logprobs) if row.HasField("logprobs") else None,
+                row.stopped,
+            )
+            for row in message.sampled
+        ),
+        filled_blocks=tuple(
+            FilledBlock(block.seq_id, block.group, block.block_index, block.block_id, BlockHash(block.block_hash))
+            for block in message.filled_blocks
+        ),
+        skipped_seq_ids=tuple(message.skipped_seq_ids),
+        run_s=message.timings.run_s,
+        idle_s=message.timings.idle_s,
+    )

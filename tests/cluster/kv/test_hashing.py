@@ -1,0 +1,85 @@
+"""Block hashes: golden vectors, and what must and must not change them."""
+
+import json
+import struct
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.kv.hashing import HASH_BYTES, hash_block, hash_blocks, join_hashes, root_hash, split_hashes
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "block_hashes.json").read_text())
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+ROOT = root_hash(model="m", tokenizer="t", kv_format="float16", block_size=4)
+
+
+@pytest.mark.parametrize("vector", GOLDEN, ids=lambda v: v["name"])
+def test_golden_vectors(vector):
+    """Every machine and every version gives these digests; a change makes all caches of a fleet strangers."""
+    root = root_hash(**vector["root"])
+    assert root.hex() == vector["root_hash"]
+    parent = root
+    for block in vector["blocks"]:
+        parent = hash_block(parent, block["token_ids"], block["extras"])
+        assert parent.hex() == block["block_hash"]
+
+
+@given(tokens=TOKENS, extras=st.lists(st.text(max_size=5), max_size=3))
+def test_the_encoding_is_what_the_module_says(tokens, extras):
+    """Written a second time from the description: parent, little-endian u32 tokens, length-prefixed extras."""
+    fields = b"".join(b"s" + struct.pack("<I", len(e.encode())) + e.encode() for e in extras)
+    expected = blake2b(ROOT + struct.pack(f"<{len(tokens)}I", *tokens) + fields, digest_size=16).digest()
+    assert hash_block(ROOT, tokens, extras) == expected
+
+
+@given(tokens=TOKENS, index=st.integers(0, 39), other=st.integers(0, 2**32 - 1))
+def test_one_token_changes_its_block_and_all_later_ones_only(tokens, index, other):
+    if index >= len(tokens) or tokens[index] == other:
+        return
+    changed = [*tokens[:index], other, *tokens[index + 1 :]]
+    for block, (a, b) in enumerate(zip(hash_blocks(ROOT, tokens, 4), hash_blocks(ROOT, changed, 4), strict=True)):
+        assert (a == b) == (block < index // 4)
+
+
+@given(tokens=TOKENS, block_size=st.integers(1, 9))
+def test_a_chain_has_the_full_blocks_only(tokens, block_size):
+    hashes = hash_blocks(ROOT, tokens, block_size)
+    assert len(hashes) == len(tokens) // block_size
+    assert hash_blocks(ROOT, tokens[: len(hashes) * block_size], block_size) == hashes
+
+
+def test_extras_of_other_cuts_differ():
+    """Length prefixes keep ("ab",), ("a", "b") and ("", "ab") apart; no extras are not one empty extra."""
+    lists = [(), ("",), ("ab",), ("a", "b"), ("", "ab"), ("b", "a")]
+    assert len({hash_block(ROOT, (1,), extras) for extras in lists}) == len(lists)
+
+
+@pytest.mark.parametrize("field", ["model", "tokenizer", "kv_format"])
+def test_the_root_holds_all_that_makes_kv_interchangeable(field):
+    fields = {"model": "m", "tokenizer": "t", "kv_format": "float16", "block_size": 4}
+    assert root_hash(**fields | {field: "other"}) != ROOT
+    assert root_hash(**fields | {"block_size": 8}) != ROOT
+
+
+def test_a_block_size_below_one_is_refused():
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        root_hash(model="m", tokenizer="t", kv_format="f", block_size=0)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_outside_32_bits_is_refused(token):
+    with pytest.raises(OverflowError):
+        hash_block(ROOT, (token,))
+
+
+@given(st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), max_size=5))
+def test_join_and_split_are_inverse(hashes):
+    assert split_hashes(join_hashes(hashes)) == hashes
+
+
+def test_a_torn_list_of_hashes_is_refused():
+    with pytest.raises(ValueError, match="multiple of 16 bytes, got 17"):
+        split_hashes(b"x" * 17)

@@ -1,0 +1,101 @@
+"""Any order of arrivals, aborts, steps, late results and lost workers gives every request its undisturbed tokens."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cluster.scheduling.errors import QueueFull, RequestTooLong
+from tests.cluster.scheduling.fake_worker import VOCAB_SIZE, undisturbed
+from tests.cluster.scheduling.rig import Rig, request_of
+
+# Few shared beginnings, so that prefixes meet; block_size 4.
+STEMS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 3), (7,), (5, 6, 7, 8)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(5, 14),
+        max_num_seqs=st.integers(1, 5),
+        chunk=st.integers(1, 8),
+        depth=st.integers(1, 3),
+        caching=st.booleans() | st.just(True),
+    )
+    def begin(self, num_blocks, max_num_seqs, chunk, depth, caching):
+        self.rig = Rig(
+            num_blocks,
+            caching=caching,
+            max_model_len=24,
+            max_num_seqs=max_num_seqs,
+            max_chunk_tokens=chunk,
+            max_num_batched_tokens=max_num_seqs + 7,
+            max_waiting=6,
+            max_plans_in_flight=depth,
+        )
+        self.num_added = 0
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        tail=st.lists(st.integers(0, 2), max_size=6),
+        max_tokens=st.integers(0, 12),
+        stop=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        num_generated=st.integers(0, 5) | st.just(0),
+    )
+    def add(self, stem, tail, max_tokens, stop, num_generated):
+        request_id = f"r{self.num_added}"
+        fresh = request_of(request_id, (*stem, *tail), max_tokens, stop=stop)
+        # What another Mac generated; had a stop token been among it, the request would not have come here.
+        generated = [t for t in undisturbed(fresh, 24)[:num_generated] if t not in stop]
+        if generated != undisturbed(fresh, 24)[: len(generated)]:
+            generated = []
+        try:
+            self.rig.add(request_of(request_id, (*stem, *tail), max_tokens, stop=stop, generated=generated))
+        except QueueFull:
+            assert self.rig.scheduler.num_waiting >= 6
+        except RequestTooLong:
+            assert min(len(stem) + len(tail) + max_tokens, 24) - 1 > 4 * self.rig.kv.layout.num_usable_blocks
+        self.num_added += 1
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if self.num_added:
+            self.rig.abort(f"r{data.draw(st.integers(0, self.num_added - 1))}")
+
+    @precondition(lambda self: self.rig.can_schedule)
+    @rule(times=st.integers(1, 3))
+    def schedule(self, times):
+        for _ in range(times):
+            if self.rig.can_schedule:
+                self.rig.schedule()
+
+    @precondition(lambda self: self.rig.results)
+    @rule()
+    def apply(self):
+        self.rig.apply()
+
+    @rule(steps=st.integers(1, 12))
+    def run(self, steps):
+        for _ in range(steps):
+            if self.rig.can_schedule:
+                self.rig.schedule()
+            if self.rig.results:
+                self.rig.apply()
+
+    @rule(late=st.booleans())
+    def lose_worker(self, late):
+        self.rig.lose_worker(late_results=late)
+
+    @invariant()
+    def no_block_is_lost(self):
+        if hasattr(self, "rig"):
+            kv = self.rig.kv
+            assert kv.num_free_blocks + kv.num_used_blocks == kv.layout.num_usable_blocks
+
+    def teardown(self):
+        if hasattr(self, "rig"):
+            self.rig.drain()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestScheduler = SchedulerMachine.TestCase

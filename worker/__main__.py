@@ -1,0 +1,126 @@
+"""`python -m worker`: serve the manager on a Unix socket, or answer one prompt alone."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from worker import blas
+from worker.config import DTYPES, WorkerConfig
+
+if TYPE_CHECKING:
+    from worker.engine import Engine
+    from worker.server import Stop
+
+# MLX is imported inside functions only: the BLAS must be there first.
+logger = logging.getLogger("worker")
+
+# How long a step may still run after the end was asked for; then the process goes as it is.
+_GRACE_S = 10.0
+# Lower than Python's 5 ms: a thread that moves a message should not wait for a whole graph to be built.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def main() -> int:
+    """Run the process; returns its exit status."""
+    config = _parse()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    blas.load(config.num_threads)
+    if sys.platform == "darwin":
+        # MLX commits its command buffer when the buffers named in it exceed this; a KV pool would at every layer.
+        os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
+    return _answer(config) if config.prompt is not None else _serve(config)
+
+
+def _parse() -> WorkerConfig:
+    parser = argparse.ArgumentParser(prog="worker", description=__doc__)
+    parser.add_argument("--model", required=True, help="directory or hub id of an mlx-lm model")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--socket", dest="socket_path", help="serve the manager on this Unix socket")
+    mode.add_argument("--prompt", help="answer this prompt and end; no cluster needed")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="type of weights and KV")
+    parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
+    parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
+    parser.add_argument(
+        "--exit-with-stdin", dest="exits_with_stdin", action="store_true", help="end when standard input does"
+    )
+    return WorkerConfig(**vars(parser.parse_args()))
+
+
+def _serve(config: WorkerConfig) -> int:
+    from worker.server import Inbox, Stop, Worker, WorkerServicer, listen
+
+    if config.socket_path is None:
+        raise ValueError("socket_path is needed to serve")
+    started_s = time.monotonic()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    inbox = Inbox()
+    if config.exits_with_stdin:
+        stop = Stop("standard input ended: the parent is gone")
+        threading.Thread(target=_watch_stdin, args=(inbox.put, stop), name="stdin", daemon=True).start()
+    engine = _build_engine(config)
+    signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop("terminated")))
+    description = engine.describe()
+    server = listen(config.socket_path, WorkerServicer(description, inbox))
+    logger.info(
+        "ready model=%s socket=%s device=%s kernels=%s weights_mib=%.1f load_s=%.1f",
+        config.model,
+        config.socket_path,
+        description.device,
+        description.kernels,
+        description.weights_bytes / 2**20,
+        time.monotonic() - started_s,
+    )
+    logger.info("stopping: %s", Worker(engine, inbox).run())
+    server.stop(grace=None).wait()
+    return 0
+
+
+def _answer(config: WorkerConfig) -> int:
+    from mlx_lm.utils import load_tokenizer
+
+    from protos.cidery.v1.sampling_pb2 import SamplingParams
+    from worker import standalone
+    from worker.models import download
+
+    if config.prompt is None:
+        raise ValueError("prompt is needed to answer it")
+    engine = _build_engine(config)
+    tokenizer = load_tokenizer(download(config.model))  # type: ignore[no-untyped-call]
+    prompt = standalone.encode(tokenizer, config.prompt)
+    answer = standalone.answer(
+        engine, prompt, max_tokens=config.max_tokens, sampling=SamplingParams(temperature=config.temperature)
+    )
+    sys.stdout.write(tokenizer.decode(answer.token_ids) + "\n")
+    sys.stderr.write(f"{answer}\n")
+    return 0
+
+
+def _build_engine(config: WorkerConfig) -> "Engine":
+    from worker import machine, models
+    from worker.engine import Engine
+    from worker.metal.dispatch import choose_kernels
+
+    machine.prepare()
+    loaded = models.load(config.model, dtype=config.dtype)
+    return Engine(loaded, choose_kernels(), memory_limit_bytes=machine.memory_limit_bytes())
+
+
+def _watch_stdin(put: "Callable[[Stop], None]", stop: "Stop") -> None:
+    """Ask the main thread to end once the parent is gone, and do not wait for it forever."""
+    # Not sys.stdin: its lock, held while waiting, would abort the interpreter's shutdown.
+    while os.read(0, 4096):
+        pass
+    put(stop)
+    time.sleep(_GRACE_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

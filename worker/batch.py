@@ -1,0 +1,169 @@
+"""Packs the slices of one step, ragged and without padding, into the arrays that the model and attention read.
+
+Rows are ordered: decode rows (one token), grouped by context length, then prefill spans. Every array is built once a
+step and shared by all layers.
+
+A step of several sequences runs in token rows, `[num_tokens, 1]`: each token is a batch row with its own position. A
+step of one sequence is flat, `[1, num_tokens]`, which is mlx-lm's own layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+# From here on a decode row attends alone: padding it to its group's longest costs more than one more call.
+_LONE_CONTEXT_BLOCKS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions `[start, start + len(token_ids))` of one sequence, with the block table that covers them."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """One past the last position: the context length of the last token."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decode rows `[first, last)` that attend together, over block tables padded with the null block.
+
+    Shapes: `block_tables [rows, max_blocks]`, `context_lens [rows]`, `mask [rows, 1, 1, max_blocks * block_size]`.
+    Rows of one context length need no mask: their keys are cut to `length` instead.
+    """
+
+    first: int
+    last: int
+    block_tables: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    mask: mx.array | None
+    _gather: dict[int, mx.array] = field(default_factory=dict)
+
+    def gather_index(self, num_kv_heads: int) -> mx.array:
+        """Pool rows of every key of the group, `[rows, num_kv_heads, max_blocks]`."""
+        if num_kv_heads not in self._gather:
+            self._gather[num_kv_heads] = _pool_rows(self.block_tables, num_kv_heads)
+        return self._gather[num_kv_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Token rows `[first, last)` of one sequence at positions `[start, end)`; causal among themselves."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+    block_table: NDArray[np.int32]
+    _gather: dict[int, mx.array] = field(default_factory=dict)
+
+    def gather_index(self, num_kv_heads: int) -> mx.array:
+        """Pool rows of every key of the span, `[1, num_kv_heads, num_blocks]`."""
+        if num_kv_heads not in self._gather:
+            self._gather[num_kv_heads] = _pool_rows(self.block_table[None], num_kv_heads)
+        return self._gather[num_kv_heads]
+
+
+class Batch:
+    """One step, packed. `order[i]` is the index, among the spans given, of the i-th packed span."""
+
+    def __init__(self, spans: Sequence[Span], *, block_size: int) -> None:
+        self.block_size = block_size
+        decodes = [i for i, span in enumerate(spans) if len(span.token_ids) == 1]
+        decodes.sort(key=lambda i: spans[i].start)
+        self.order = decodes + [i for i, span in enumerate(spans) if len(span.token_ids) > 1]
+        self.spans = [spans[i] for i in self.order]
+        self.num_decodes = len(decodes)
+        self.is_flat = len(self.spans) == 1
+        self.decode_groups = self._group_decodes()
+        self.prefills = self._list_prefills()
+        token_ids = [token for span in self.spans for token in span.token_ids]
+        self.num_tokens = len(token_ids)
+        self.slots = self._slots()
+        self.tokens = mx.array([token_ids] if self.is_flat else [[token] for token in token_ids], mx.int32)
+        self.offset: int | mx.array = self.spans[0].start
+        if not self.is_flat:
+            self.offset = mx.array([p for span in self.spans for p in range(span.start, span.end)], mx.int32)
+        self.sampled_rows = self._sampled_rows()
+        self._write_index: dict[int, tuple[mx.array, mx.array]] = {}
+
+    @property
+    def samples_all(self) -> bool:
+        """Every row samples: no row has to be picked."""
+        return len(self.sampled_rows) == self.num_tokens
+
+    def write_index(self, num_kv_heads: int) -> tuple[mx.array, mx.array]:
+        """Pool rows `[num_tokens, num_kv_heads]` and offsets in their block `[num_tokens, 1]` of the new keys."""
+        if num_kv_heads not in self._write_index:
+            slots = np.array(self.slots, np.int32)
+            rows = slots[:, :1] * num_kv_heads + np.arange(num_kv_heads, dtype=np.int32)
+            self._write_index[num_kv_heads] = mx.array(rows), mx.array(slots[:, 1:])
+        return self._write_index[num_kv_heads]
+
+    def _slots(self) -> list[tuple[int, int]]:
+        """Block id and offset in the block of each token."""
+        size = self.block_size
+        return [
+            (span.block_table[position // size], position % size)
+            for span in self.spans
+            for position in range(span.start, span.end)
+        ]
+
+    def _sampled_rows(self) -> list[int]:
+        rows, end = [], 0
+        for span in self.spans:
+            end += len(span.token_ids)
+            if span.samples:
+                rows.append(end - 1)
+        return rows
+
+    def _list_prefills(self) -> list[PrefillSpan]:
+        prefills, first = [], self.num_decodes
+        for span in self.spans[self.num_decodes :]:
+            last = first + len(span.token_ids)
+            table = np.array(span.block_table[: _num_blocks(span.end, self.block_size)], np.int32)
+            prefills.append(PrefillSpan(first, last, span.start, span.end, table))
+            first = last
+        return prefills
+
+    def _group_decodes(self) -> list[DecodeGroup]:
+        """Groups of at most a factor of two in blocks, which bounds the padding; decodes come sorted by length."""
+        groups, first = [], 0
+        sizes = [_num_blocks(span.end, self.block_size) for span in self.spans[: self.num_decodes]]
+        for row in range(1, self.num_decodes + 1):
+            is_end = row == self.num_decodes or sizes[row] >= _LONE_CONTEXT_BLOCKS
+            if is_end or sizes[row].bit_length() != sizes[first].bit_length():
+                groups.append(self._decode_group(first, row, sizes[row - 1]))
+                first = row
+        return groups
+
+    def _decode_group(self, first: int, last: int, max_blocks: int) -> DecodeGroup:
+        spans = self.spans[first:last]
+        lens = np.array([span.end for span in spans], np.int32)
+        tables = np.zeros((len(spans), max_blocks), np.int32)
+        for row, span in enumerate(spans):
+            num_blocks = _num_blocks(span.end, self.block_size)
+            tables[row, :num_blocks] = span.block_table[:num_blocks]
+        num_slots = max_blocks * self.block_size
+        if spans[0].end == num_slots:
+            return DecodeGroup(first, last, tables, lens, mask=None)
+        mask = np.arange(num_slots, dtype=np.int32) < lens[:, None]
+        return DecodeGroup(first, last, tables, lens, mask=mx.array(mask[:, None, None, :]))
+
+
+def _num_blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def _pool_rows(block_tables: NDArray[np.int32], num_kv_heads: int) -> mx.array:
+    heads = np.arange(num_kv_heads, dtype=np.int32)[:, None]
+    return mx.array(block_tables[:, None, :] * num_kv_heads + heads)

@@ -1,0 +1,35 @@
+"""The worker's settings, built once from the command line and passed down."""
+
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker process.
+
+    `model` is a directory or a hub id. `dtype` "auto" is float32 on a CPU and the model's own type on Metal.
+    `num_threads` is the number of threads of a CPU's matrix products. With `exits_with_stdin` the process ends when its
+    standard input does, which happens when the parent dies, however it dies. `max_tokens` and `temperature` belong to
+    `prompt`.
+    """
+
+    model: str
+    socket_path: str | None = None
+    dtype: str = "auto"
+    num_threads: int = 1
+    exits_with_stdin: bool = False
+    prompt: str | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.num_threads < 1:
+            raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if (self.socket_path is None) == (self.prompt is None):
+            raise ValueError("exactly one of socket_path (serve the manager) and prompt (answer it and end) is needed")

@@ -1,0 +1,56 @@
+"""The kernels in plain MLX: the CPU's path, the oracle of the Metal kernels and their fallback.
+
+Pools are `[num_blocks * num_kv_heads, block_size, head_dim]`: see `worker.kv_tensors`.
+"""
+
+import mlx.core as mx
+
+from worker.batch import DecodeGroup, PrefillSpan
+
+# Causal attention over n tiles of queries skips the half of the scores that lies above the diagonal.
+_QUERY_TILE = 128
+
+
+def paged_decode(
+    queries: mx.array, key_pool: mx.array, value_pool: mx.array, group: DecodeGroup, num_kv_heads: int, scale: float
+) -> mx.array:
+    """One query a row over the row's blocks. Shapes: queries and result `[rows, num_heads, 1, head_dim]`."""
+    index = group.gather_index(num_kv_heads)
+    rows, num_heads, _, head_dim = queries.shape
+    # The query heads that share a KV head go as its rows: attention then has nothing to broadcast. A mask is cheaper
+    # than cutting the keys, which would make them strided and have attention copy them.
+    grouped = queries.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    output = mx.fast.scaled_dot_product_attention(
+        grouped, _gather(key_pool, index), _gather(value_pool, index), scale=scale, mask=group.mask
+    )
+    return output.reshape(rows, num_heads, 1, head_dim)
+
+
+def paged_prefill(
+    queries: mx.array, key_pool: mx.array, value_pool: mx.array, span: PrefillSpan, num_kv_heads: int, scale: float
+) -> mx.array:
+    """The last tokens of a context over all of it. Shapes: queries and result `[1, num_heads, tokens, head_dim]`."""
+    index = span.gather_index(num_kv_heads)
+    keys, values = _gather(key_pool, index), _gather(value_pool, index)
+    return causal(queries, keys[:, :, : span.end], values[:, :, : span.end], scale)
+
+
+def causal(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Causal attention, queries aligned with the last keys. Shapes: `[1, heads, num_tokens, head_dim]`."""
+    num_queries, num_keys = queries.shape[2], keys.shape[2]
+    if num_queries <= _QUERY_TILE:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
+    outputs = []
+    for first in range(0, num_queries, _QUERY_TILE):
+        last = min(first + _QUERY_TILE, num_queries)
+        end = num_keys - num_queries + last
+        rows, seen, read = queries[:, :, first:last], keys[:, :, :end], values[:, :, :end]
+        outputs.append(mx.fast.scaled_dot_product_attention(rows, seen, read, scale=scale, mask="causal"))
+    return mx.concatenate(outputs, axis=2)
+
+
+def _gather(pool: mx.array, index: mx.array) -> mx.array:
+    """`[rows, num_kv_heads, num_tokens, head_dim]` in one copy, ready for attention."""
+    rows, num_kv_heads, num_blocks = index.shape
+    _, block_size, head_dim = pool.shape
+    return pool[index].reshape(rows, num_kv_heads, num_blocks * block_size, head_dim)

@@ -1,0 +1,109 @@
+"""What the worker knows of a sequence between steps: tokens, block table, hash chain, sampling, whether it ended."""
+
+from collections.abc import Iterable
+
+from cluster.kv.hashing import HASH_BYTES, BlockHash, hash_block, split_hashes
+from protos.cidery.v1.sampling_pb2 import SamplingParams
+from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
+from worker.batch import Span
+from worker.errors import ProtocolError
+from worker.models import SamplingDefaults
+from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
+
+# Every layer attends fully, so one block table serves them all.
+GROUP = 0
+
+
+class SequenceState:
+    """One sequence. Raises ProtocolError for whatever worker.proto does not allow."""
+
+    def __init__(self, message: NewSequence, *, block_size: int, root: BlockHash, defaults: SamplingDefaults) -> None:
+        self.seq_id: int = message.seq_id
+        self.token_ids: list[int] = list(message.token_ids)
+        self.block_table: list[int] = []
+        self.has_ended = False
+        self._block_size = block_size
+        self._root = root
+        self._hashes = self._known_hashes(message.block_hashes)
+        self._stop_token_ids = frozenset(message.stop_token_ids)
+        if not self.token_ids:
+            raise ProtocolError(f"sequence {self.seq_id} has no tokens; at least 1 is needed")
+        self.sampling = row_sampling(self.seq_id, message.sampling, defaults)
+        self.append_blocks(message.block_tables)
+        # These came filled: they are cached content, which somebody announced before.
+        self._num_cached_blocks = len(self.block_table)
+
+    def append_blocks(self, groups: Iterable[GroupBlocks]) -> None:
+        """Lengthen the block table."""
+        for blocks in groups:
+            check_group(blocks.group, f"sequence {self.seq_id}")
+            self.block_table.extend(blocks.block_ids)
+
+    def append_token(self, token_id: int) -> bool:
+        """Take a drawn token; True if it ends the sequence."""
+        self.token_ids.append(token_id)
+        self.has_ended = token_id in self._stop_token_ids
+        return self.has_ended
+
+    def span(self, piece: Slice) -> Span:
+        """The slice's tokens and the blocks under them."""
+        start, end, known = piece.start, piece.start + piece.num_tokens, len(self.token_ids)
+        what = f"sequence {self.seq_id}: slice [{start}, {end})"
+        if piece.num_tokens < 1:
+            raise ProtocolError(f"{what} is empty; at least 1 token is needed")
+        if end > known:
+            raise ProtocolError(f"{what} reaches beyond the {known} known tokens")
+        if piece.samples and end != known:
+            raise ProtocolError(f"{what} samples but does not end with the last of the {known} known tokens")
+        num_blocks = -(-end // self._block_size)
+        if num_blocks > len(self.block_table):
+            raise ProtocolError(f"{what} needs {num_blocks} blocks but the block table has {len(self.block_table)}")
+        return Span(self.token_ids[start:end], start, self.block_table, piece.samples)
+
+    def filled_blocks(self, start: int, end: int) -> list[tuple[int, int, BlockHash]]:
+        """Index, id and hash of the blocks whose last slot lies in positions `[start, end)`."""
+        size = self._block_size
+        first, last = max(start // size, self._num_cached_blocks), end // size
+        return [(index, self.block_table[index], self._hash(index)) for index in range(first, last)]
+
+    def _hash(self, index: int) -> BlockHash:
+        size = self._block_size
+        while len(self._hashes) <= index:
+            at = len(self._hashes) * size
+            parent = self._hashes[-1] if self._hashes else self._root
+            self._hashes.append(hash_block(parent, self.token_ids[at : at + size]))
+        return self._hashes[index]
+
+    def _known_hashes(self, joined: bytes) -> list[BlockHash]:
+        most = len(self.token_ids) // self._block_size
+        if len(joined) % HASH_BYTES or len(joined) // HASH_BYTES > most:
+            allowed = f"a multiple of {HASH_BYTES}, up to {most * HASH_BYTES}"
+            raise ProtocolError(f"sequence {self.seq_id}: {len(joined)} bytes of block hashes; allowed is {allowed}")
+        return split_hashes(joined)
+
+
+def check_group(group: int, what: str) -> None:
+    """Raises ProtocolError unless `group` exists."""
+    if group != GROUP:
+        raise ProtocolError(f"{what}: group {group} does not exist; the model has one group, {GROUP}")
+
+
+def row_sampling(seq_id: int, params: SamplingParams, defaults: SamplingDefaults) -> RowSampling:
+    """Parameters of one row, the model's defaults where the request is silent. Raises ProtocolError if out of range."""
+    row = RowSampling(
+        temperature=params.temperature if params.HasField("temperature") else defaults.temperature,
+        top_k=params.top_k if params.HasField("top_k") else defaults.top_k,
+        top_p=params.top_p if params.HasField("top_p") else defaults.top_p,
+        min_p=params.min_p if params.HasField("min_p") else defaults.min_p,
+        seed=params.seed,
+        num_top_logprobs=params.num_top_logprobs if params.HasField("num_top_logprobs") else None,
+    )
+    for name, value, fits, allowed in (
+        ("temperature", row.temperature, 0 <= row.temperature < float("inf"), "at least 0"),
+        ("top_p", row.top_p, 0 < row.top_p <= 1, "in (0, 1]"),
+        ("min_p", row.min_p, 0 <= row.min_p <= 1, "in [0, 1]"),
+        ("num_top_logprobs", row.num_top_logprobs, (row.num_top_logprobs or 0) <= MAX_TOP_LOGPROBS, "at most 20"),
+    ):
+        if not fits:
+            raise ProtocolError(f"sequence {seq_id}: {name} is {value}; it must be {allowed}")
+    return row
