@@ -83,6 +83,7 @@ def main() -> None:
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its start.")
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
+@click.option("--json", "prints_json", is_flag=True, help="When ready, print the addresses as one JSON line.")
 @click.option("--verbose", is_flag=True, help="Log every request.")
 def serve(**options: Any) -> None:
     """Start a fleet and its gateway; Ctrl-C ends them."""
@@ -107,7 +108,7 @@ def serve(**options: Any) -> None:
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         )
         gateway = GatewayConfig(options["host"], options["grpc_port"], options["http_port"])
-        config = ServeConfig(mac, gateway, options["address"], options["macs"])
+        config = ServeConfig(mac, gateway, options["address"], options["macs"], options["prints_json"])
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

@@ -205,7 +205,8 @@ class Conductor:
     ) -> AsyncGenerator[Update]:
         assert job.model.root is not None
         progress.mac = decision.mac
-        async with aclosing(self._links.get(decision).run(request, job.model.root)) as updates:
+        link = self._links.get(decision)
+        async with aclosing(link.run(request, job.model.root, ignore_eos=job.asked.ignore_eos)) as updates:
             async for update in updates:
                 if not progress.token_ids:
                     progress.first_token_s = time.monotonic() - job.arrived_s

@@ -60,7 +60,8 @@ class Gateway:
         """Serves as long as the context is open; `wait_ready` tells when a Mac can take requests."""
         await self._models.load(self._model, int(time.time()))
         await self._models.refresh()
-        http_socket = self._http_socket()
+        # Bound here, because uvicorn ends the process when it can't bind.
+        http_socket = _listen(self._config.host, self._config.http_port, "--http-port")
         grpc_server, grpc_port = self._grpc_server()
         http_server = self._http_server()
         await grpc_server.start()
@@ -117,15 +118,6 @@ class Gateway:
                 f"gateway: {address} is taken; give another --grpc-port (0 for any free one)"
             ) from error
 
-    def _http_socket(self) -> socket.socket:
-        """Bound here, because uvicorn ends the process when it can't bind."""
-        host, port = self._config.host, self._config.http_port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            return socket.create_server((host, port), family=family)
-        except OSError as error:
-            raise StartupFailed(f"gateway: {host}:{port} can't be bound ({error}); give another --http-port") from error
-
     def _http_server(self) -> uvicorn.Server:
         app = HttpServer(self._models, self._conductor, self._admin, self._metrics).app()
         config = uvicorn.Config(
@@ -139,6 +131,20 @@ class Gateway:
         # Ctrl-C belongs to the command line, which stops fleet and gateway in order.
         server.capture_signals = _no_signals  # type: ignore[method-assign]
         return server
+
+
+def require_free_ports(config: GatewayConfig) -> None:
+    """Raises StartupFailed for a port that is taken: better before the fleet has been started than after."""
+    for option, port in (("--http-port", config.http_port), ("--grpc-port", config.grpc_port)):
+        _listen(config.host, port, option).close()
+
+
+def _listen(host: str, port: int, option: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise StartupFailed(f"{host}:{port} can't be bound ({error.strerror}); give another {option}") from error
 
 
 @contextmanager

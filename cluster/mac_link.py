@@ -39,7 +39,7 @@ class MacLink:
         self.is_broken = False
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def run(self, request: Request, root: BlockHash) -> AsyncGenerator[Update]:
+    async def run(self, request: Request, root: BlockHash, *, ignore_eos: bool) -> AsyncGenerator[Update]:
         """Updates of one request until it has finished; leaving early aborts it on the Mac.
 
         Raises MacLost when the stream breaks, and whatever the Mac refuses the request with.
@@ -48,7 +48,7 @@ class MacLink:
         if self.is_broken:
             raise MacLost(f"{self.mac} is not reachable")
         self._incoming[request.request_id] = updates
-        self._outgoing.put_nowait(wire.request_to_open(request, root))
+        self._outgoing.put_nowait(wire.request_to_open(request, root, ignore_eos=ignore_eos))
         has_ended = False
         try:
             while not has_ended:

@@ -1,6 +1,7 @@
 """`cidery serve`: fleet and gateway together, from start to Ctrl-C."""
 
 import asyncio
+import json
 import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from cluster.config import GatewayConfig, MacConfig
 from cluster.fleet import Fleet, FleetConfig
-from cluster.gateway import Addresses, Gateway
+from cluster.gateway import Addresses, Gateway, require_free_ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class ServeConfig:
     gateway: GatewayConfig
     address: str | None
     num_macs: int
+    # One line on standard output once it serves, for programs that start it.
+    prints_json: bool = False
 
     @property
     def fleet(self) -> FleetConfig:
@@ -32,6 +35,7 @@ class ServeConfig:
 
 def run(config: ServeConfig, console: Console) -> None:
     """Serves until SIGINT or SIGTERM. Raises StartupFailed. Main thread only: Ray installs signal handlers."""
+    require_free_ports(config.gateway)
     fleet = Fleet(config.fleet)
     try:
         with console.status("starting …"):
@@ -51,6 +55,8 @@ async def _serve(config: ServeConfig, fleet: Fleet, console: Console) -> None:
         async with gateway.running() as addresses:
             await gateway.refresh()
             click.echo(_welcome(config, addresses), err=True)  # not rich: a pasted command must not be wrapped
+            if config.prints_json:
+                click.echo(json.dumps({"http": addresses.http, "grpc": addresses.grpc, "macs": fleet.macs}))
             await stop.wait()
             console.print("stopping")
 

@@ -57,10 +57,11 @@ def logprobs_from_proto(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.token_id, message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
 
 
-def request_to_open(request: Request, root_hash: BlockHash) -> node_pb2.ConnectRequest:
-    """The gateway's message that starts a request on a Mac."""
+def request_to_open(request: Request, root_hash: BlockHash, *, ignore_eos: bool) -> node_pb2.ConnectRequest:
+    """The gateway's message that starts a request on a Mac; which tokens end an answer is the Mac's to know."""
     sampling = sampling_to_proto(request.sampling)
     sampling.max_tokens = request.max_tokens
+    sampling.ignore_eos = ignore_eos
     sampling.stop_token_ids.extend(request.stop_token_ids)
     return node_pb2.ConnectRequest(
         open=node_pb2.Open(

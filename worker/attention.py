@@ -35,6 +35,11 @@ class Step:
         return self._batch
 
     @property
+    def is_running(self) -> bool:
+        """Between `begin` and `end`."""
+        return self._batch is not None
+
+    @property
     def tensors(self) -> KVTensors:
         """Raises RuntimeError outside of a step."""
         if self._tensors is None:

@@ -9,6 +9,7 @@ step of one sequence is flat, `[1, num_tokens]`, which is mlx-lm's own layout.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -33,7 +34,7 @@ class Span:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeGroup:
     """Decode rows `[first, last)` that attend together, over block tables padded with the null block.
 
@@ -47,6 +48,16 @@ class DecodeGroup:
     context_lens: NDArray[np.int32]
     mask: mx.array | None
     _gather: dict[int, mx.array] = field(default_factory=dict)
+
+    @cached_property
+    def block_table_array(self) -> mx.array:
+        """`block_tables` for a kernel."""
+        return mx.array(self.block_tables)
+
+    @cached_property
+    def context_len_array(self) -> mx.array:
+        """`context_lens` for a kernel."""
+        return mx.array(self.context_lens)
 
     def gather_index(self, num_kv_heads: int) -> mx.array:
         """Pool rows of every key of the group, `[rows, num_kv_heads, max_blocks]`."""

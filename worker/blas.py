@@ -77,7 +77,7 @@ def defined_symbols(library: bytes) -> list[str]:
     """Names that a 64-bit little-endian ELF shared library exports. Raises BlasError for any other file."""
     try:
         return _defined_symbols(library)
-    except (struct.error, ValueError, IndexError, UnicodeDecodeError) as error:
+    except (struct.error, OverflowError, ValueError, IndexError) as error:
         raise BlasError(f"malformed ELF file: {error}") from error
 
 

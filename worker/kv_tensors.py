@@ -5,28 +5,14 @@ are held here alone, no view of one is handed out, and each step ends with a ful
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from worker.batch import Batch
+from worker.kv_shapes import LayerShape
 
 # Fewer blocks are not worth a later growth.
 _MIN_CAPACITY_BLOCKS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one layer stores for a token: `num_kv_heads` keys and as many values of `head_dim` elements."""
-
-    num_kv_heads: int
-    head_dim: int
-    dtype: mx.Dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V together."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.size
 
 
 class KVTensors:

@@ -21,7 +21,7 @@ from worker import attention
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
 from worker.errors import UnsupportedModelError
-from worker.kv_tensors import LayerShape
+from worker.kv_shapes import LayerShape
 
 # Modules of mlx_lm.models whose layers all attend fully, through mlx-lm's helper, with keys and values of one shape.
 FULL_ATTENTION_MODULES = frozenset(
@@ -127,6 +127,8 @@ class SamplingHead:
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """`[num_sampled, 1, hidden]`, or `[1, num_sampled, hidden]` in a flat step, to logits of that shape."""
+        if not self.step.is_running:
+            return self.project(hidden)
         batch = self.step.batch
         if batch.samples_all or not batch.sampled_rows:
             return self.project(hidden)

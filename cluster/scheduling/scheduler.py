@@ -278,6 +278,8 @@ class Scheduler:
             live = self._waiting[0]
             if self._in_flight and live.last_step_id >= self._in_flight[0].step_id:
                 break  # Preempted, and a plan in flight still brings a token of it.
+            if self._kv.num_free_blocks <= num_reserved:
+                break  # Spares the look-up, whose cost grows with the prompt, in every step of a full pool.
             computed = self._kv.get_computed_blocks(live.block_hashes, len(live.token_ids))
             if not self._kv.can_allocate(computed, len(live.token_ids), num_reserved_blocks=num_reserved):
                 break

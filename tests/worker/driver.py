@@ -1,4 +1,4 @@
-"""A small manager for the engine's tests: allocates blocks, cuts prompts into chunks, joins, preempts and shares prefixes.
+"""A small manager for the engine's tests: allocates blocks, cuts prompts into chunks, preempts and shares prefixes.
 
 Deliberately naive and separate from the product's scheduler, so that a shared mistake cannot hide.
 """

@@ -4,11 +4,23 @@ Pools are `[num_blocks * num_kv_heads, block_size, head_dim]`: see `worker.kv_te
 """
 
 import mlx.core as mx
+import numpy as np
 
+from worker import cpu_attention
 from worker.batch import DecodeGroup, PrefillSpan
 
 # Causal attention over n tiles of queries skips the half of the scores that lies above the diagonal.
 _QUERY_TILE = 128
+
+
+def write_kv(rows: mx.array, slots: mx.array, pool: mx.array) -> None:
+    """Store `rows [num_rows, num_kv_heads, head_dim]` at `slots [num_rows]` of one pool; -1 skips a row."""
+    _, num_kv_heads, _ = rows.shape
+    block_size = pool.shape[1]
+    kept = mx.array(np.flatnonzero(np.array(slots) >= 0).astype(np.int32))
+    slots = slots[kept]
+    pool_rows = (slots // block_size)[:, None] * num_kv_heads + mx.arange(num_kv_heads)
+    pool[pool_rows, (slots % block_size)[:, None]] = rows[kept]
 
 
 def paged_decode(
@@ -20,9 +32,7 @@ def paged_decode(
     # The query heads that share a KV head go as its rows: attention then has nothing to broadcast. A mask is cheaper
     # than cutting the keys, which would make them strided and have attention copy them.
     grouped = queries.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    output = mx.fast.scaled_dot_product_attention(
-        grouped, _gather(key_pool, index), _gather(value_pool, index), scale=scale, mask=group.mask
-    )
+    output = _attention(grouped, _gather(key_pool, index), _gather(value_pool, index), scale, group.mask)
     return output.reshape(rows, num_heads, 1, head_dim)
 
 
@@ -39,14 +49,24 @@ def causal(queries: mx.array, keys: mx.array, values: mx.array, scale: float) ->
     """Causal attention, queries aligned with the last keys. Shapes: `[1, heads, num_tokens, head_dim]`."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     if num_queries <= _QUERY_TILE:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
+        return _attention(queries, keys, values, scale, "causal")
     outputs = []
     for first in range(0, num_queries, _QUERY_TILE):
         last = min(first + _QUERY_TILE, num_queries)
         end = num_keys - num_queries + last
         rows, seen, read = queries[:, :, first:last], keys[:, :, :end], values[:, :, :end]
-        outputs.append(mx.fast.scaled_dot_product_attention(rows, seen, read, scale=scale, mask="causal"))
+        outputs.append(_attention(rows, seen, read, scale, "causal"))
     return mx.concatenate(outputs, axis=2)
+
+
+def _attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    rows, num_heads, num_queries, _ = queries.shape
+    num_scores = rows * num_heads * num_queries * keys.shape[2]
+    if num_scores >= cpu_attention.MIN_SCORES and cpu_attention.is_available() and queries.dtype == mx.float32:
+        return cpu_attention.attend(queries, keys, values, scale, mask)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
 def _gather(pool: mx.array, index: mx.array) -> mx.array:

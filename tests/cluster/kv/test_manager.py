@@ -298,5 +298,5 @@ class ManagerMachine(RuleBasedStateMachine):
                 )
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+ManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestManager = ManagerMachine.TestCase

@@ -247,5 +247,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.find(block_hash, group) == block_id
 
 
-PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase

@@ -1,7 +1,7 @@
 """The prefix index against a dict scan, and its protocol of batches, gaps, snapshots and incarnations."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.kv.hashing import BlockHash
@@ -70,6 +70,7 @@ class TestMatch:
             index.load_snapshot(mac, 1, 0, keys(*held))
         assert index.match(chain(1, 2, 3, 4)) == {"a": 1, "b": 4, "c": 2}
 
+    @settings(deadline=None)
     @given(missing=st.lists(st.frozensets(st.integers(0, 5), max_size=3), max_size=5))
     def test_equals_a_scan_of_every_mac(self, missing: list[frozenset[int]]) -> None:
         index = PrefixIndex()

@@ -50,6 +50,7 @@ class Rig:
         self.updates: dict[str, list[Update]] = {}
         self.finished: dict[str, Finish] = {}
         self.present: set = set()
+        self.links: set = set()
 
     @property
     def can_schedule(self):
@@ -120,6 +121,12 @@ class Rig:
         self.verify()
 
     def verify(self) -> None:
+        known = set()
+        for request in self.requests.values():
+            whole = (*request.token_ids[: request.num_prompt_tokens], *undisturbed(request, self.config.max_model_len))
+            chain = hash_blocks(self.worker.root, whole, self.worker.block_size)
+            known |= set(zip(range(len(chain)), [None, *chain], chain, strict=False))
+        assert self.links <= known, "an event names a block, a parent or a place that no request has"
         for request_id, request in self.requests.items():
             expected = undisturbed(request, self.config.max_model_len)
             tokens = self.tokens[request_id]
@@ -136,7 +143,7 @@ class Rig:
             key = (event.group, event.block_hash)
             if isinstance(event, BlockStored):
                 assert key not in self.present, "stored twice"
-                assert (event.parent_hash is None) == (event.block_index == 0)
+                self.links.add((event.block_index, event.parent_hash, event.block_hash))
                 self.present.add(key)
             else:
                 self.present.remove(key)

@@ -1,6 +1,6 @@
 """Any order of arrivals, aborts, steps, late results and lost workers gives every request its undisturbed tokens."""
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -95,7 +95,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.drain()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

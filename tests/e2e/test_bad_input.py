@@ -1,0 +1,134 @@
+"""Bad input gets the right code and a message that says what, got and allowed, on both faces; nobody else is harmed."""
+
+import threading
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from protos.cidery.v1 import inference_pb2, inference_pb2_grpc
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+USER = [{"role": "user", "content": "Hello"}]
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+HTTP_CASES = {
+    "unknown model": (CHAT, {"model": "gpt-9", "messages": USER}, 404, "served: cidery-tiny"),
+    "no messages": (CHAT, {"messages": []}, 400, "at least one message"),
+    "messages missing": (CHAT, {}, 400, "messages: is missing"),
+    "role refused by the template": (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),
+    "empty prompt": (TEXT, {"prompt": ""}, 400, "is empty"),
+    "empty token list": (TEXT, {"prompt": []}, 400, "is empty"),
+    "token out of range": (TEXT, {"prompt": [5, 999_999]}, 400, "prompt[1]: must be a token id from 0 to"),
+    "negative token": (TEXT, {"prompt": [-1]}, 400, "got -1"),
+    "max_tokens 0": (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens: must be at least 1, got 0"),
+    "max_tokens negative": (CHAT, {"messages": USER, "max_tokens": -5}, 400, "got -5"),
+    "max_tokens text": (CHAT, {"messages": USER, "max_tokens": "ten"}, 400, "must be an integer"),
+    "temperature too high": (CHAT, {"messages": USER, "temperature": 1e9}, 400, "temperature: must be a number from 0"),
+    "top_p 0": (CHAT, {"messages": USER, "top_p": 0}, 400, "top_p"),
+    "too many logprobs": (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 99}, 400, "from 0 to 20, got 99"),
+    "empty stop": (CHAT, {"messages": USER, "stop": [""]}, 400, "stop[0]"),
+    "several answers": (CHAT, {"messages": USER, "n": 2}, 400, "n: is not supported"),
+    "not an object": (CHAT, [1, 2], 400, "must be a JSON object, got a list"),
+    "prompt too long": (TEXT, {"prompt": [5] * 4090, "max_tokens": 50}, 400, "4090 prompt tokens + 50 max_tokens = 4140"),
+}
+RAW_CASES = {
+    "NaN": (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, "got nan"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', 400, "not valid UTF-8: byte 12 is 0xff"),
+    "lone surrogate": (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', 400, "lone surrogate"),
+    "not JSON": (b"{", 400, "is not JSON"),
+    "ten megabytes": (b'{"prompt": "' + b"a" * 10_000_000 + b'"}', 413, "at most 8388608 bytes"),
+    "deeply nested": (b"[" * 100_000, 400, "nested too deeply"),
+}
+GRPC_CASES = {
+    "unknown model": ({"model": "gpt-9", "text": "x"}, grpc.StatusCode.NOT_FOUND, "served: cidery-tiny"),
+    "empty prompt": ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "is empty"),
+    "no prompt": ({}, grpc.StatusCode.INVALID_ARGUMENT, "prompt: is missing"),
+    "token out of range": ({"token_ids": {"ids": [999_999]}}, grpc.StatusCode.INVALID_ARGUMENT, "got 999999"),
+    "max_tokens 0": ({"text": "x", "sampling": {"max_tokens": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "at least 1, got 0"),
+    "max_tokens negative": ({"text": "x", "sampling": {"max_tokens": -1}}, grpc.StatusCode.INVALID_ARGUMENT, "got -1"),
+    "NaN": ({"text": "x", "sampling": {"temperature": float("nan")}}, grpc.StatusCode.INVALID_ARGUMENT, "got nan"),
+    "too long": (
+        {"token_ids": {"ids": [5] * 4090}, "sampling": {"max_tokens": 50}},
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "4090 prompt tokens + 50 max_tokens = 4140",
+    ),
+    "ten megabytes": ({"text": "a" * 10_000_000}, grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_running_request_stays_unharmed(three_macs):
+    """One request runs before, one through and one after all the bad ones: the same answer each time."""
+
+    def ask() -> str:
+        return three_macs.complete([7] * 40, max_tokens=200, temperature=0, ignore_eos=True)["choices"][0]["text"]
+
+    before = ask()
+    during: list[str] = []
+    stop = threading.Event()
+
+    def keep_asking() -> None:
+        while not stop.is_set():
+            during.append(ask())
+
+    asker = threading.Thread(target=keep_asking)
+    asker.start()
+    yield
+    stop.set()
+    asker.join()
+    assert during
+    assert {before, *during, ask()} == {before}
+
+
+@pytest.mark.parametrize("case", HTTP_CASES)
+def test_http_says_what_is_wrong(three_macs, case):
+    path, body, status, message = HTTP_CASES[case]
+    response = three_macs.client.post(path, json=body)
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("case", RAW_CASES)
+def test_http_survives_broken_bodies(three_macs, case, streams):
+    body, status, message = RAW_CASES[case]
+    if streams:
+        body = body.replace(b"{", b'{"stream": true, ', 1)
+        message = message.replace("byte 12", "byte 28")
+    response = three_macs.client.post(CHAT if b"messages" in body else TEXT, content=body)
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("case", GRPC_CASES)
+def test_grpc_says_what_is_wrong(three_macs, case):
+    fields, code, message = GRPC_CASES[case]
+    with three_macs.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        list(inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(**fields)))
+    assert caught.value.code() is code
+    assert message in caught.value.details()
+
+
+def test_grpc_errors_carry_the_field_for_machines(three_macs):
+    request = inference_pb2.GenerateRequest(text="x", sampling={"top_p": 2})
+    with three_macs.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        list(inference_pb2_grpc.InferenceServiceStub(channel).Generate(request))
+    details = rpc_status.from_call(caught.value).details
+    info, violations = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert details[0].Unpack(info)
+    assert details[1].Unpack(violations)
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "cidery.v1")
+    assert violations.field_violations[0].field == "top_p"
+
+
+def test_grpc_answers_invalid_utf8_as_the_callers_mistake(three_macs):
+    """protobuf's own handler would answer INTERNAL."""
+    field_2_is_text = b"\x12\x01\xff"
+    with three_macs.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        list(channel.unary_stream("/cidery.v1.InferenceService/Generate")(field_2_is_text))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "not a cidery.v1.GenerateRequest" in caught.value.details()

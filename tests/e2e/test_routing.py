@@ -1,0 +1,85 @@
+"""Every turn of a conversation goes where its prefix is, and the admin endpoint says so."""
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+FACTS = " ".join(f"Rule {number}: the answer to question {number} is {number * 7 % 10}." for number in range(40))
+SYSTEMS = {
+    "pip": f"You are Pip, a helpful assistant. {FACTS}",
+    "max": f"You are Max, a friendly assistant. Remember this. {FACTS}",
+}
+QUESTIONS = ("Hello!", "What is the capital of Italy?", "What is 3 + 4?", "Count from 1 to 5.")
+
+
+def explain(served, request_id: str) -> dict:
+    response = served.client.get("/admin/explain", params={"request_id": request_id})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def turn(served, history: list[dict[str, str]], question: str) -> dict:
+    history.append({"role": "user", "content": question})
+    answer = served.chat(history, temperature=0, max_tokens=24)
+    history.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    return answer
+
+
+def test_every_next_turn_goes_where_its_prefix_is_cached(three_macs):
+    """Two conversations, interleaved: one Mac each, > 90 % of the prompt cached from the second turn on."""
+    histories = {name: [{"role": "system", "content": text}] for name, text in SYSTEMS.items()}
+    macs: dict[str, list[str]] = {name: [] for name in SYSTEMS}
+    for number, question in enumerate(QUESTIONS):
+        for name, history in histories.items():
+            answer = turn(three_macs, history, question)
+            usage = answer["usage"]
+            decision = explain(three_macs, answer["id"])
+            macs[name].append(answer["cidery"]["mac"])
+            assert decision["chosen"] == answer["cidery"]["mac"]
+            if number:
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                matched = {each["mac"]: each["num_matched_tokens"] for each in decision["candidates"]}
+                assert cached > 0.9 * usage["prompt_tokens"]
+                assert matched[decision["chosen"]] == max(matched.values()) == cached
+    assert all(len(set(chosen)) == 1 for chosen in macs.values()), macs
+    assert macs["pip"][0] != macs["max"][0]
+
+
+def test_the_index_knows_the_blocks_that_macs_hold(three_macs):
+    three_macs.chat([{"role": "user", "content": "Tell me a story about Lily and a fox. " * 4}], max_tokens=8)
+    index = {each["mac"]: each for each in three_macs.client.get("/admin/index").json()["macs"]}
+    fleet = three_macs.fleet()
+    for name, mac in fleet.items():
+        blocks = mac["blocks"]
+        assert index[name]["num_blocks"] <= blocks["num_cached"] + blocks["num_used"]
+        assert index[name]["num_gaps"] in ("0", 0)
+    assert sum(each["num_blocks"] for each in index.values()) > 0
+
+
+def test_a_drained_mac_gets_nothing_new_until_it_is_resumed(three_macs):
+    drained = three_macs.macs[0]
+    answer = three_macs.client.post("/admin/drain", json={"mac": drained})
+    assert answer.json()["mac"]["state"] == "MAC_STATE_DRAINING"
+    try:
+        used = {
+            three_macs.chat([{"role": "user", "content": f"Question {number}?"}], max_tokens=2)["cidery"]["mac"]
+            for number in range(12)
+        }
+        what_if = three_macs.client.post("/admin/explain", json={"text": "Hello there"}).json()
+    finally:
+        assert three_macs.client.post("/admin/resume", json={"mac": drained}).status_code == 200
+    assert drained not in used
+    excluded = {each["mac"]: each["excluded"] for each in what_if["candidates"]}
+    assert excluded[drained] == "draining"
+    assert what_if["chosen"] != drained
+    assert three_macs.fleet()[drained]["state"] == "MAC_STATE_READY"
+
+
+def test_unknown_macs_and_requests_are_named(three_macs):
+    drain = three_macs.client.post("/admin/drain", json={"mac": "mac-99"})
+    unknown = three_macs.client.get("/admin/explain", params={"request_id": "nope"})
+    missing = three_macs.client.get("/admin/explain")
+    assert drain.status_code == 404
+    assert "mac-99" in drain.json()["error"]["message"]
+    assert unknown.status_code == 404
+    assert missing.status_code == 400

@@ -1,0 +1,242 @@
+"""Plans against the engine: what it reports, refuses and never does to its pools."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+from cluster.kv.hashing import hash_blocks
+from protos.cidery.v1.sampling_pb2 import SamplingParams
+from protos.cidery.worker.v1 import worker_pb2 as pb
+from tests.worker.driver import ROOT, Driver, Request, make_engine
+from tests.worker.families import VOCAB_SIZE, config_of, make_model
+from worker import models
+from worker.engine import Engine
+from worker.errors import ProtocolError, UnsupportedModelError
+from worker.metal.dispatch import twin_kernels
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_compile():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("qwen3")
+
+
+@pytest.fixture
+def engine(model):
+    return make_engine(model, config_of("qwen3"))
+
+
+def _sequence(seq_id=1, token_ids=(1, 2, 3), **fields) -> pb.NewSequence:
+    return pb.NewSequence(seq_id=seq_id, token_ids=token_ids, **{"sampling": _GREEDY, **fields})
+
+
+def _slice(seq_id=1, start=0, num_tokens=3, samples=True, blocks=(5,), group=0) -> pb.Slice:
+    new_blocks = [pb.GroupBlocks(group=group, block_ids=blocks)] if blocks else []
+    return pb.Slice(seq_id=seq_id, start=start, num_tokens=num_tokens, samples=samples, new_blocks=new_blocks)
+
+
+def _plan(*slices, sequences=(), **fields) -> pb.StepPlan:
+    return pb.StepPlan(step_id=1, new_sequences=sequences, slices=slices, **fields)
+
+
+VIOLATIONS = {
+    "released sequence 9 is unknown": _plan(released_seq_ids=[9]),
+    "slice of sequence 9, which is unknown": _plan(_slice(seq_id=9)),
+    "sequence 1 has no tokens": _plan(sequences=[_sequence(token_ids=())]),
+    "token id 320 is not below the vocabulary's 320": _plan(sequences=[_sequence(token_ids=[1, 320])]),
+    "new sequence 1 is already known": _plan(sequences=[_sequence(), _sequence()]),
+    r"slice \[0, 4\) reaches beyond the 3 known tokens": _plan(_slice(num_tokens=4), sequences=[_sequence()]),
+    r"slice \[0, 0\) is empty": _plan(_slice(num_tokens=0), sequences=[_sequence()]),
+    r"slice \[0, 2\) samples but does not end": _plan(_slice(num_tokens=2), sequences=[_sequence()]),
+    "needs 1 blocks but the block table has 0": _plan(_slice(blocks=()), sequences=[_sequence()]),
+    r"block id 256 is not in \[1, 256\)": _plan(_slice(blocks=[256]), sequences=[_sequence()]),
+    r"block id 0 is not in \[1, 256\)": _plan(_slice(blocks=[0]), sequences=[_sequence()]),
+    "group 1 does not exist": _plan(_slice(group=1), sequences=[_sequence()]),
+    "sequence 1 has two slices": _plan(_slice(), _slice(), sequences=[_sequence()]),
+    "block copy: block id 300": _plan(copies=[pb.BlockCopy(source=300, target=1)]),
+    "block copy: group 3": _plan(copies=[pb.BlockCopy(group=3, source=2, target=1)]),
+    "zeroing: block id 300": _plan(zeroes=[pb.GroupBlocks(block_ids=[300])]),
+    "15 bytes of block hashes; allowed is a multiple of 16, up to 0": _plan(
+        sequences=[_sequence(block_hashes=b"x" * 15)]
+    ),
+    "temperature is -1.0; it must be at least 0": _plan(sequences=[_sequence(sampling=SamplingParams(temperature=-1))]),
+    r"top_p is 0.0; it must be in \(0, 1\]": _plan(sequences=[_sequence(sampling=SamplingParams(top_p=0))]),
+    "num_top_logprobs is 21; it must be at most 20": _plan(
+        sequences=[_sequence(sampling=SamplingParams(num_top_logprobs=21))]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", VIOLATIONS)
+def test_plan_that_breaks_the_protocol_is_refused_by_name(engine, message):
+    """What, which, got and allowed are all in the message."""
+    with pytest.raises(ProtocolError, match=message):
+        engine.execute(VIOLATIONS[message])
+
+
+def test_configure_is_first_once_and_sane(model):
+    engine = Engine(models.adapt(model, config_of("qwen3")), twin_kernels(), memory_limit_bytes=1)
+    good = {"block_size": 16, "num_blocks": 8, "root_hash": ROOT}
+    with pytest.raises(ProtocolError, match="before Configure"):
+        engine.execute(pb.StepPlan())
+    for field, value in (("block_size", 0), ("num_blocks", 1), ("root_hash", b"short")):
+        with pytest.raises(ProtocolError, match=field):
+            engine.configure(pb.Configure(**{**good, field: value}))
+    engine.configure(pb.Configure(**good))
+    with pytest.raises(ProtocolError, match="twice"):
+        engine.configure(pb.Configure(**good))
+    engine.reset()
+    engine.configure(pb.Configure(**good))
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "reason"),
+    [
+        ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "num_key_value_heads": 2}, "family 'gemma2'"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "RotatingKVCache"),
+    ],
+)
+def test_model_that_cannot_run_exactly_is_refused_by_name(module, changes, reason):
+    """An unknown family, and a known one whose configuration asks for a kind of cache that is not supported."""
+    import importlib
+
+    made = importlib.import_module(f"mlx_lm.models.{module}")
+    config = {**config_of("llama"), "model_type": module, "num_hidden_layers": 2, **changes}
+    with pytest.raises(UnsupportedModelError, match=reason):
+        models.adapt(made.Model(made.ModelArgs.from_dict(config)), config)
+
+
+def test_prompt_of_exactly_one_block_reports_that_block(engine):
+    """Its last slot is computed in this step, and the next token starts a new block."""
+    prompt = list(range(16))
+    result = engine.execute(_plan(_slice(num_tokens=16), sequences=[_sequence(token_ids=prompt)]))
+    (filled,) = result.filled_blocks
+    assert (filled.seq_id, filled.block_index, filled.block_id) == (1, 0, 5)
+    assert filled.block_hash == hash_blocks(ROOT, prompt, 16)[0]
+    following = engine.execute(_plan(_slice(start=16, num_tokens=1, blocks=[6])))
+    assert not following.filled_blocks
+
+
+def test_cached_blocks_are_not_reported_again(engine):
+    """Blocks that come with the sequence were announced by whoever filled them."""
+    prompt = list(range(40))
+    tables = [pb.GroupBlocks(block_ids=[1, 2])]
+    engine.execute(_plan(_slice(num_tokens=40, blocks=[1, 2, 3]), sequences=[_sequence(token_ids=prompt)]))
+    sequence = _sequence(seq_id=2, token_ids=prompt + list(range(8)), block_tables=tables)
+    result = engine.execute(_plan(_slice(seq_id=2, start=32, num_tokens=16, blocks=[4]), sequences=[sequence]))
+    assert [(block.block_index, block.block_id) for block in result.filled_blocks] == [(2, 4)]
+
+
+def test_copies_read_all_sources_before_any_target_is_written(engine):
+    """A swap of two blocks is a swap."""
+    plan = _plan(_slice(num_tokens=32, blocks=[1, 2]), sequences=[_sequence(token_ids=list(range(32)))])
+    engine.execute(plan)
+    before = [np.array(pool).reshape(-1, 2, 16, 16)[1:3] for pool in engine._tensors.keys]
+    engine.execute(_plan(copies=[pb.BlockCopy(source=1, target=2), pb.BlockCopy(source=2, target=1)]))
+    after = [np.array(pool).reshape(-1, 2, 16, 16)[1:3] for pool in engine._tensors.keys]
+    for old, new in zip(before, after, strict=True):
+        assert np.array_equal(old[::-1], new)
+        assert np.any(old[0] != old[1])
+
+
+def test_zeroed_blocks_hold_zeros_and_their_neighbours_do_not(engine):
+    plan = _plan(_slice(num_tokens=32, blocks=[1, 2]), sequences=[_sequence(token_ids=list(range(32)))])
+    engine.execute(plan)
+    engine.execute(_plan(zeroes=[pb.GroupBlocks(block_ids=[2])]))
+    for pool in engine._tensors.values:
+        blocks = np.array(pool).reshape(-1, 2, 16, 16)
+        assert not blocks[2].any()
+        assert blocks[1].any()
+
+
+def test_null_block_stays_zero(model):
+    """Padding reads it, so nothing may ever be written there."""
+    engine = make_engine(model, config_of("qwen3"), num_blocks=64)
+    driver = Driver(engine, num_blocks=64)
+    for size in (3, 17, 40):
+        driver.add(Request(list(range(size)), 6))
+    driver.run()
+    for pool in engine._tensors.keys + engine._tensors.values:
+        assert not np.array(pool[:2]).any()
+
+
+def _pointers(engine) -> list[int]:
+    # The buffer protocol hands out MLX's own memory; the view is gone before the next step.
+    return [np.asarray(memoryview(pool)).ctypes.data for pool in engine._tensors.keys + engine._tensors.values]
+
+
+def test_no_step_copies_a_pool(model):
+    """In every kind of step each pool keeps its address, and no step needs the memory of one more pool."""
+    num_blocks = 4096
+    engine = make_engine(model, config_of("qwen3"), num_blocks=num_blocks)
+    engine._tensors.reserve(num_blocks - 1)
+    driver = Driver(engine, num_blocks=num_blocks, chunk=40)
+    pointers = _pointers(engine)
+    pool_bytes = engine._tensors.keys[0].nbytes
+    for size in (100, 20, 1, 64, 33):
+        driver.add(Request(list(range(size)), 8))
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        driver.step()
+        assert mx.get_peak_memory() - before < pool_bytes
+        assert _pointers(engine) == pointers
+    while driver.running:
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        driver.step()
+        assert mx.get_peak_memory() - before < pool_bytes
+    engine.execute(_plan(copies=[pb.BlockCopy(source=1, target=2)], zeroes=[pb.GroupBlocks(block_ids=[3])]))
+    assert _pointers(engine) == pointers
+
+
+def test_memory_is_committed_as_block_ids_come_into_use(model):
+    """A large pool costs nothing until it is used, and growing keeps what was there."""
+    engine = make_engine(model, config_of("qwen3"), num_blocks=100_000)
+    assert engine._tensors.capacity_blocks < 1000
+    engine.execute(_plan(_slice(num_tokens=16, blocks=[1]), sequences=[_sequence(token_ids=list(range(16)))]))
+    before = np.array(engine._tensors.keys[0][2:4])
+    engine.execute(_plan(_slice(start=16, num_tokens=1, blocks=[700])))
+    assert 700 < engine._tensors.capacity_blocks < 3000
+    assert np.array_equal(np.array(engine._tensors.keys[0][2:4]), before)
+
+
+def test_several_hundred_random_plans_agree_with_mlx_lm(model):
+    """Joins, leaves, chunks, preemptions and cached prefixes at random: every request gets mlx-lm's greedy tokens.
+
+    The driver checks each filled block's hash against the hash of the final tokens on the way.
+    """
+    rng = random.Random(3)
+    reference_model = make_model("qwen3")
+    driver = Driver(make_engine(model, config_of("qwen3"), block_size=8), block_size=8, chunk=19, seed=3)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 7, 8, 9, 30, 75)))] for _ in range(10)]
+    expected = [
+        [int(token) for token, _ in generate_step(mx.array(prompt), reference_model, max_tokens=12)]
+        for prompt in prompts
+    ]
+    answered = []
+    while driver.num_results < 300 or driver.running:
+        if driver.num_results < 300 and len(driver.running) < 7 and rng.random() < 0.4:
+            index = rng.randrange(len(prompts))
+            request = Request(prompts[index], rng.randint(1, 12))
+            answered.append((index, request))
+            driver.add(request)
+        if driver.running and rng.random() < 0.05:
+            victim = rng.choice(driver.running)
+            if victim.seq_id is not None:
+                driver.preempt(victim)
+        some = [request for request in driver.running if rng.random() < 0.8]
+        driver.step(some)
+    assert len(answered) > 50
+    for index, request in answered:
+        assert request.generated == expected[index][: request.max_tokens]

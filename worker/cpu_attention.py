@@ -1,0 +1,66 @@
+"""Attention for MLX's CPU build, where `exp` is scalar and takes four fifths of the time of `mx.fast`'s attention.
+
+Softmax runs in base 2 over a polynomial made of operations that MLX does vectorise, several times faster for as many
+scores as a prefill has. For a few scores the number of operations decides, and `mx.fast` is better.
+"""
+
+import functools
+import math
+
+import mlx.core as mx
+
+_LOG2_E = math.log2(math.e)
+# 2**f on (-1, 0], highest power first: a Chebyshev fit of degree 5 with a relative error of 1e-7.
+_POWERS = (9.475536e-4, 9.2108756e-3, 5.5299607e-2, 0.24017949, 0.6931432, 0.99999995)
+# Below this a float32 has no exponent left; it stands for zero.
+_LOWEST = -125.0
+_MASKED = -1e30
+_MANTISSA_BITS = 23
+# So many scores pay for the additional operations.
+MIN_SCORES = 32_768
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether this process computes on a CPU."""
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
+    """What `mx.fast.scaled_dot_product_attention` computes, in float32.
+
+    Shapes: queries `[rows, heads, num_queries, head_dim]`, keys and values `[rows, num_kv_heads, num_keys, head_dim]`.
+    `mask` is "causal", queries aligned with the last keys, or boolean, broadcast to `[rows, heads, queries, keys]`.
+    """
+    rows, num_heads, num_queries, head_dim = queries.shape
+    num_kv_heads, num_keys = keys.shape[1:3]
+    # The query heads of one KV head are the rows of one product.
+    grouped = (queries * (scale * _LOG2_E)).reshape(rows, num_kv_heads, -1, head_dim)
+    scores = grouped @ keys.swapaxes(-1, -2)
+    if mask is not None:
+        by_head = scores.reshape(rows, num_heads, num_queries, num_keys)
+        if isinstance(mask, str):
+            masked = by_head + _causal_bias(num_queries, num_keys)
+        else:
+            masked = mx.where(mask, by_head, _MASKED)
+        scores = masked.reshape(scores.shape)
+    weights = exp2(scores - scores.max(axis=-1, keepdims=True))
+    output = (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    return output.reshape(queries.shape)
+
+
+def exp2(exponents: mx.array) -> mx.array:
+    """2 to non-positive float32 exponents, relative error 2e-7; what underflows becomes 2**-125."""
+    exponents = mx.maximum(exponents, _LOWEST)
+    whole = exponents.astype(mx.int32)
+    part = exponents - whole.astype(mx.float32)
+    power = part * _POWERS[0] + _POWERS[1]
+    for coefficient in _POWERS[2:]:
+        power = power * part + coefficient
+    # Multiplying by 2**whole is adding `whole` to the exponent field.
+    return (power.view(mx.int32) + (whole << _MANTISSA_BITS)).view(mx.float32)
+
+
+def _causal_bias(num_queries: int, num_keys: int) -> mx.array:
+    hidden = mx.arange(num_keys) > mx.arange(num_keys - num_queries, num_keys)[:, None]
+    return hidden.astype(mx.float32) * _MASKED
