@@ -140,6 +140,7 @@ def _mac(status: MacStatus, manager: ManagerStatus | None) -> admin_pb2.Mac:
     )
     if manager is not None:
         message.worker_memory_bytes = manager.worker_memory_bytes
+        message.worker_pid = manager.worker_pid or 0
         message.blocks.CopyFrom(
             admin_pb2.Blocks(
                 num_total=manager.num_blocks,

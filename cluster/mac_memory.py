@@ -18,7 +18,7 @@ def kv_budget_bytes(described: worker_pb2.DescribeResponse, config: KVConfig) ->
         return config.cache_memory_bytes
     share = int(described.memory_limit_bytes * config.memory_utilization)
     budget = share - described.weights_bytes - ACTIVATION_BYTES
-    return min(budget, CPU_KV_BYTES) if described.device == "cpu" else budget
+    return budget if described.is_gpu else min(budget, CPU_KV_BYTES)
 
 
 def layer_specs(described: worker_pb2.DescribeResponse) -> list[FullAttentionSpec]:

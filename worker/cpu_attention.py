@@ -17,7 +17,7 @@ _LOWEST = -125.0
 _MASKED = -1e30
 _MANTISSA_BITS = 23
 # So many scores pay for the additional operations.
-MIN_SCORES = 32_768
+MIN_SCORES = 8_192
 
 
 @functools.cache

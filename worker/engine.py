@@ -62,6 +62,7 @@ class Engine:
             device=str(mx.device_info().get("device_name", mx.default_device())),
             kernels=self._kernels.name,
             pid=os.getpid(),
+            is_gpu=mx.default_device() == mx.gpu,
         )
 
     def configure(self, message: pb.Configure) -> pb.Configured:

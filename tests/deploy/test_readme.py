@@ -17,4 +17,4 @@ def test_it_uses_the_addresses_account_and_key_of_the_example(cluster) -> None:
 
 
 def test_it_names_the_ports_that_are_opened() -> None:
-    assert "6379, 6381-6386, 10001,\n   20000-20199" in README
+    assert "TCP 6379, 6381-6386,\n   10001, 20000-20199" in README

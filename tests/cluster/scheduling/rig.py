@@ -32,6 +32,11 @@ def request_of(request_id, prompt, max_tokens=4, *, block_size=4, stop=(), gener
     )
 
 
+def rows(plan):
+    """(start, num_tokens, samples) of each slice."""
+    return [(s.start, s.num_tokens, s.samples) for s in plan.slices]
+
+
 class Rig:
     def __init__(self, num_blocks=16, *, block_size=4, caching=True, checked=True, **limits):
         self.config = SchedulerConfig(

@@ -32,7 +32,7 @@ class Layer(_message.Message):
     def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("layers", "vocab_size", "max_model_len", "eos_token_ids", "weights_bytes", "memory_limit_bytes", "device", "kernels", "pid")
+    __slots__ = ("layers", "vocab_size", "max_model_len", "eos_token_ids", "weights_bytes", "memory_limit_bytes", "device", "kernels", "pid", "is_gpu")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class DescribeResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    IS_GPU_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     vocab_size: int
     max_model_len: int
@@ -51,7 +52,8 @@ class DescribeResponse(_message.Message):
     device: str
     kernels: str
     pid: int
-    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    is_gpu: bool
+    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., pid: _Optional[int] = ..., is_gpu: _Optional[bool] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("configure", "plan")
