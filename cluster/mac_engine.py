@@ -240,6 +240,7 @@ class MacEngine:
                 max_num_batched_tokens=config.batch.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
                 max_waiting=config.batch.max_waiting,
+                max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
             ),
         )
 

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from cluster.routing.load import MacLoad
 
-# Below this share of the best total, a difference is noise of the learnt speeds and not a reason to pile up work.
+# A difference below this share of the best total, or below what a person notices, is noise of the learnt speeds and no
+# reason to pile up work on one Mac.
 _TIE = 0.05
+_TIE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ def choose(standings: Sequence[Standing], num_tokens: int, max_tokens: int, conf
     ]
     if not eligible:
         return Choice(None, candidates, "every Mac is excluded")
-    limit_s = min(candidate.total_s for candidate, _ in eligible) * (1.0 + _TIE)
-    equal = [(candidate, booked) for candidate, booked in eligible if candidate.total_s <= limit_s]
+    least_s = min(candidate.total_s for candidate, _ in eligible)
+    equal = [(candidate, booked) for candidate, booked in eligible if _is_tie(candidate.total_s, least_s)]
     chosen, _ = min(equal, key=lambda pair: (pair[0].num_prefill_tokens, pair[1]))
     others = [candidate for candidate, _ in eligible if candidate is not chosen]
     return Choice(chosen.mac, candidates, _reason(chosen, others, num_tokens))
@@ -115,6 +117,10 @@ def _predict(standing: Standing, num_tokens: int, num_output_tokens: int, config
     )
 
 
+def _is_tie(total_s: float, least_s: float) -> bool:
+    return total_s - least_s <= max(_TIE * least_s, _TIE_S)
+
+
 def _reason(chosen: Candidate, others: Sequence[Candidate], num_tokens: int) -> str:
     held = f"{chosen.mac} holds {chosen.num_matched_tokens} of {num_tokens} prompt tokens"
     if not others:
@@ -127,6 +133,6 @@ def _reason(chosen: Candidate, others: Sequence[Candidate], num_tokens: int) -> 
         return f"{held}; {most.mac} holds {most.num_matched_tokens} but its queue costs {busy_s:.3f} s: {costs}"
     if chosen.num_matched_tokens > most.num_matched_tokens:
         return f"{held}, more than any other: {costs}"
-    if abs(chosen.total_s - best.total_s) <= _TIE * best.total_s:
+    if _is_tie(chosen.total_s, best.total_s):
         return f"{held}, as much as the best of the others, and was booked least recently: {costs}"
     return f"{held}, as much as the best of the others, and is less busy or faster: {costs}"

@@ -17,8 +17,11 @@ class PrefillSpeeds:
         self._num_observed: dict[str, int] = {}
 
     def speed(self, mac: str) -> float:
-        """Tokens a second."""
-        return self._tokens_per_s.get(mac, self._default_tokens_per_s)
+        """Tokens a second. A Mac that has not reported is taken for an average one, so that it gets its first work."""
+        known = self._tokens_per_s
+        if mac in known or not known:
+            return known.get(mac, self._default_tokens_per_s)
+        return sum(known.values()) / len(known)
 
     def observe(self, mac: str, num_tokens: int, seconds: float) -> None:
         """A prefill of `num_tokens` took `seconds` of the Mac's time; too short ones are not counted."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,12 @@ def serving(*arguments: str) -> Iterator[Served]:
             assert process.stdout is not None
             process.stdout.close()
     assert process.returncode == 0, f"cidery serve ended with {process.returncode}"
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., AbstractContextManager[Served]]:
+    """For tests that need a fleet of their own."""
+    return serving
 
 
 @pytest.fixture(scope="session")

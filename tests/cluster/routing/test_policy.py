@@ -104,3 +104,10 @@ def test_settings_are_checked(wrong: dict[str, float]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         RoutingConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_difference_that_nobody_notices_does_not_pile_up_work() -> None:
+    """Learnt speeds differ by noise; a short cold prompt goes to the Mac booked least recently all the same."""
+    fast, slow = standing("fast", speed=20_000.0, last_booking=7), standing("slow", speed=9_000.0, last_booking=3)
+    assert pick(fast, slow, num_tokens=100).mac == "slow"
+    assert pick(fast, slow, num_tokens=10_000).mac == "fast"

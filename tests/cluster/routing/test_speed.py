@@ -41,3 +41,11 @@ def test_each_mac_has_its_own(speeds: PrefillSpeeds) -> None:
 def test_ignores_what_says_nothing(speeds: PrefillSpeeds, num_tokens: int, seconds: float) -> None:
     speeds.observe("a", num_tokens, seconds)
     assert speeds.speed("a") == 1_000.0
+
+
+def test_a_mac_that_has_not_reported_is_taken_for_an_average_one(speeds: PrefillSpeeds) -> None:
+    """Else the default, far below what the others have shown, would keep it from ever getting work."""
+    for mac, true_speed in (("a", 8_000.0), ("b", 12_000.0)):
+        for _ in range(50):
+            speeds.observe(mac, 1_000, 1_000 / true_speed)
+    assert speeds.speed("new") == pytest.approx(10_000.0, rel=0.01)

@@ -1,0 +1,115 @@
+"""Requests survive the loss of a worker and of a Mac: one stream, no token lost or doubled, the same tokens."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+PROMPT = [9] * 50
+NUM_TOKENS = 700
+
+
+@pytest.fixture(scope="module")
+def fleet(start):
+    """Two Macs of this module's own, because their processes are ended here."""
+    with start("--macs", "2", "--kv-cache-memory", "64MiB") as served:
+        yield served
+
+
+def stream(served, fields: dict, on_tokens) -> dict:
+    """One streamed completion; `on_tokens(mac-independent count)` is called as it grows."""
+    text, extension, num_chunks = "", {}, 0
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True, **fields}
+    with served.client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            if event["choices"]:
+                text += event["choices"][0]["text"]
+            extension = event.get("cidery") or extension
+            num_chunks += 1
+            on_tokens(num_chunks)
+    return {"text": text} | extension
+
+
+def wait_for(condition, seconds: float = 60.0):
+    give_up_s = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < give_up_s, "waited in vain"
+        time.sleep(0.1)
+    return value
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+def test_a_killed_worker_costs_no_token(fleet, fields):
+    undisturbed = stream(fleet, fields, lambda count: None)
+    killed = []
+
+    def kill_once(count: int) -> None:
+        if count == 20:
+            busy = next(mac for mac in fleet.fleet().values() if mac["scheduling"]["num_running"])
+            killed.append((busy["name"], busy["worker_pid"]))
+            os.kill(busy["worker_pid"], signal.SIGKILL)
+
+    disturbed = stream(fleet, fields, kill_once)
+    assert killed
+    assert disturbed["text"] == undisturbed["text"]
+    name, pid = killed[0]
+    wait_for(lambda: fleet.fleet()[name]["state"] == "MAC_STATE_READY")
+    assert fleet.fleet()[name]["worker_pid"] not in (0, pid)
+    assert int(fleet.fleet()[name]["blocks"]["num_used"]) == 0
+
+
+def test_a_killed_mac_costs_no_token_and_it_comes_back(fleet):
+    """The manager is killed, and its worker ends with it."""
+    undisturbed = stream(fleet, {"temperature": 0}, lambda count: None)
+    killed = []
+
+    def kill_once(count: int) -> None:
+        if count == 20:
+            busy = next(mac for mac in fleet.fleet().values() if mac["scheduling"]["num_running"])
+            worker = psutil.Process(busy["worker_pid"])
+            killed.append((busy["name"], worker))
+            worker.parent().kill()
+
+    disturbed = stream(fleet, {"temperature": 0}, kill_once)
+    name, worker = killed[0]
+    assert disturbed["text"] == undisturbed["text"]
+    assert disturbed["mac"] != name
+    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: fleet.fleet()[name]["state"] == "MAC_STATE_READY")
+    cold = [{"prompt": [30 + number] * 20, "max_tokens": 2} for number in range(8)]
+    assert {stream(fleet, fields, lambda count: None)["mac"] for fields in cold} == set(fleet.macs)
+
+
+def test_many_requests_survive_a_killed_mac(fleet):
+    """Sixteen at once over two Macs; one Mac is killed under them."""
+    prompts = [[20 + number] * (10 + number) for number in range(16)]
+    expected = [
+        fleet.complete(prompt, max_tokens=120, temperature=0, ignore_eos=True)["choices"][0]["text"] for prompt in prompts
+    ]
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        answer = fleet.complete(prompts[number], max_tokens=120, temperature=0, ignore_eos=True)
+        answers[number] = answer["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    busy = wait_for(lambda: next((mac for mac in fleet.fleet().values() if mac["scheduling"]["num_running"]), None))
+    psutil.Process(busy["worker_pid"]).parent().kill()
+    for thread in threads:
+        thread.join()
+    assert [answers[number] for number in range(len(prompts))] == expected
+    wait_for(lambda: all(mac["load"]["num_requests"] == 0 for mac in fleet.fleet().values()))
+    wait_for(lambda: all(mac["state"] == "MAC_STATE_READY" for mac in fleet.fleet().values()))
