@@ -1,6 +1,7 @@
 """`python -m worker`: serve the manager on a Unix socket, or answer one prompt alone."""
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -65,6 +66,9 @@ def _serve(config: WorkerConfig) -> int:
         stop = Stop("standard input ended: the parent is gone")
         threading.Thread(target=_watch_stdin, args=(inbox.put, stop), name="stdin", daemon=True).start()
     engine = _build_engine(config)
+    # What is loaded stays: a collection that walks it all would stall a step.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop("terminated")))
     description = engine.describe()
     server = listen(config.socket_path, WorkerServicer(description, inbox))

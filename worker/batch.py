@@ -15,11 +15,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+# Up to this, decode rows attend together whatever their length.
+_SHORT_CONTEXT_BLOCKS = 15
 # From here on a decode row attends alone: padding it to its group's longest costs more than one more call.
 _LONE_CONTEXT_BLOCKS = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """Positions `[start, start + len(token_ids))` of one sequence, with the block table that covers them."""
 
@@ -39,7 +41,7 @@ class DecodeGroup:
     """Decode rows `[first, last)` that attend together, over block tables padded with the null block.
 
     Shapes: `block_tables [rows, max_blocks]`, `context_lens [rows]`, `mask [rows, 1, 1, max_blocks * block_size]`.
-    Rows of one context length need no mask: their keys are cut to `length` instead.
+    No mask where every row fills its blocks.
     """
 
     first: int
@@ -99,11 +101,10 @@ class Batch:
         self.prefills = self._list_prefills()
         token_ids = [token for span in self.spans for token in span.token_ids]
         self.num_tokens = len(token_ids)
-        self.slots = self._slots()
-        self.tokens = mx.array([token_ids] if self.is_flat else [[token] for token in token_ids], mx.int32)
-        self.offset: int | mx.array = self.spans[0].start
-        if not self.is_flat:
-            self.offset = mx.array([p for span in self.spans for p in range(span.start, span.end)], mx.int32)
+        self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
+        positions = self._positions()
+        self.block_ids, self.block_offsets = self._slots(positions)
+        self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(positions)
         self.sampled_rows = self._sampled_rows()
         self._write_index: dict[int, tuple[mx.array, mx.array]] = {}
 
@@ -115,19 +116,21 @@ class Batch:
     def write_index(self, num_kv_heads: int) -> tuple[mx.array, mx.array]:
         """Pool rows `[num_tokens, num_kv_heads]` and offsets in their block `[num_tokens, 1]` of the new keys."""
         if num_kv_heads not in self._write_index:
-            slots = np.array(self.slots, np.int32)
-            rows = slots[:, :1] * num_kv_heads + np.arange(num_kv_heads, dtype=np.int32)
-            self._write_index[num_kv_heads] = mx.array(rows), mx.array(slots[:, 1:])
+            rows = self.block_ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.int32)
+            self._write_index[num_kv_heads] = mx.array(rows), mx.array(self.block_offsets[:, None])
         return self._write_index[num_kv_heads]
 
-    def _slots(self) -> list[tuple[int, int]]:
-        """Block id and offset in the block of each token."""
+    def _positions(self) -> NDArray[np.int32]:
+        decodes = np.array([span.start for span in self.spans[: self.num_decodes]], np.int32)
+        prefills = [np.arange(span.start, span.end, dtype=np.int32) for span in self.prefills]
+        return np.concatenate([decodes, *prefills]) if prefills else decodes
+
+    def _slots(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Block id of each token and its offset in the block."""
         size = self.block_size
-        return [
-            (span.block_table[position // size], position % size)
-            for span in self.spans
-            for position in range(span.start, span.end)
-        ]
+        decodes = np.array([span.block_table[span.start // size] for span in self.spans[: self.num_decodes]], np.int32)
+        prefills = [span.block_table[positions[span.first : span.last] // size] for span in self.prefills]
+        return np.concatenate([decodes, *prefills]) if prefills else decodes, positions % size
 
     def _sampled_rows(self) -> list[int]:
         rows, end = [], 0
@@ -147,12 +150,12 @@ class Batch:
         return prefills
 
     def _group_decodes(self) -> list[DecodeGroup]:
-        """Groups of at most a factor of two in blocks, which bounds the padding; decodes come sorted by length."""
+        """Beyond short contexts, at most a factor of two in blocks, which bounds the padding; decodes come sorted."""
         groups, first = [], 0
         sizes = [_num_blocks(span.end, self.block_size) for span in self.spans[: self.num_decodes]]
         for row in range(1, self.num_decodes + 1):
             is_end = row == self.num_decodes or sizes[row] >= _LONE_CONTEXT_BLOCKS
-            if is_end or sizes[row].bit_length() != sizes[first].bit_length():
+            if is_end or _size_class(sizes[row]) != _size_class(sizes[first]):
                 groups.append(self._decode_group(first, row, sizes[row - 1]))
                 first = row
         return groups
@@ -160,15 +163,18 @@ class Batch:
     def _decode_group(self, first: int, last: int, max_blocks: int) -> DecodeGroup:
         spans = self.spans[first:last]
         lens = np.array([span.end for span in spans], np.int32)
-        tables = np.zeros((len(spans), max_blocks), np.int32)
-        for row, span in enumerate(spans):
-            num_blocks = _num_blocks(span.end, self.block_size)
-            tables[row, :num_blocks] = span.block_table[:num_blocks]
+        heads = (span.block_table[: _num_blocks(span.end, self.block_size)] for span in spans)
+        tables = np.array([[*head, *[0] * (max_blocks - len(head))] for head in heads], np.int32)
         num_slots = max_blocks * self.block_size
         if spans[0].end == num_slots:
             return DecodeGroup(first, last, tables, lens, mask=None)
         mask = np.arange(num_slots, dtype=np.int32) < lens[:, None]
         return DecodeGroup(first, last, tables, lens, mask=mx.array(mask[:, None, None, :]))
+
+
+def _size_class(num_blocks: int) -> int:
+    """Short contexts share one class: there a call costs more than padding."""
+    return max(num_blocks, _SHORT_CONTEXT_BLOCKS).bit_length()
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

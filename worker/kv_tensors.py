@@ -63,8 +63,7 @@ class KVTensors:
         """Store the step's new K and V, `[num_tokens, num_kv_heads, 1, head_dim]` or `[1, heads, num_tokens, dim]`."""
         shape = self.layers[layer]
         if batch.num_tokens == 1:
-            block_id, offset = batch.slots[0]
-            first = block_id * shape.num_kv_heads
+            first, offset = int(batch.block_ids[0]) * shape.num_kv_heads, int(batch.block_offsets[0])
             rows, slot = slice(first, first + shape.num_kv_heads), slice(offset, offset + 1)
             self.keys[layer][rows, slot] = keys
             self.values[layer][rows, slot] = values

@@ -47,18 +47,22 @@ class SequenceState:
 
     def span(self, piece: Slice) -> Span:
         """The slice's tokens and the blocks under them."""
-        start, end, known = piece.start, piece.start + piece.num_tokens, len(self.token_ids)
-        what = f"sequence {self.seq_id}: slice [{start}, {end})"
-        if piece.num_tokens < 1:
-            raise ProtocolError(f"{what} is empty; at least 1 token is needed")
-        if end > known:
-            raise ProtocolError(f"{what} reaches beyond the {known} known tokens")
-        if piece.samples and end != known:
-            raise ProtocolError(f"{what} samples but does not end with the last of the {known} known tokens")
+        start, known = piece.start, len(self.token_ids)
+        end = start + piece.num_tokens
         num_blocks = -(-end // self._block_size)
+        if end == start:
+            raise self._bad_slice(start, end, "is empty; at least 1 token is needed")
+        if end > known:
+            raise self._bad_slice(start, end, f"reaches beyond the {known} known tokens")
+        if piece.samples and end != known:
+            raise self._bad_slice(start, end, f"samples but does not end with the last of the {known} known tokens")
         if num_blocks > len(self.block_table):
-            raise ProtocolError(f"{what} needs {num_blocks} blocks but the block table has {len(self.block_table)}")
+            has = len(self.block_table)
+            raise self._bad_slice(start, end, f"needs {num_blocks} blocks but the block table has {has}")
         return Span(self.token_ids[start:end], start, self.block_table, piece.samples)
+
+    def _bad_slice(self, start: int, end: int, problem: str) -> ProtocolError:
+        return ProtocolError(f"sequence {self.seq_id}: slice [{start}, {end}) {problem}")
 
     def filled_blocks(self, start: int, end: int) -> list[tuple[int, int, BlockHash]]:
         """Index, id and hash of the blocks whose last slot lies in positions `[start, end)`."""

@@ -117,8 +117,8 @@ def _predict(standing: Standing, num_tokens: int, num_output_tokens: int, config
     )
 
 
-def _is_tie(total_s: float, least_s: float) -> bool:
-    return total_s - least_s <= max(_TIE * least_s, _TIE_S)
+def _is_tie(one_s: float, other_s: float) -> bool:
+    return abs(one_s - other_s) <= max(_TIE * min(one_s, other_s), _TIE_S)
 
 
 def _reason(chosen: Candidate, others: Sequence[Candidate], num_tokens: int) -> str:

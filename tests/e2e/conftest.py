@@ -1,7 +1,6 @@
 """Real fleets, started as a user starts them: `cidery serve` in a process of its own, models on disk, real sockets."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -53,10 +52,10 @@ def serving(*arguments: str) -> Iterator[Served]:
     """Starts `cidery serve` on free ports and ends it with Ctrl-C."""
     with tempfile.TemporaryDirectory(prefix="cidery-e2e-") as folder:
         log = Path(folder) / "serve.log"
-        command = [sys.executable, "-m", "cluster", "serve", "--json", "--verbose", "--http-port", "0", "--grpc-port", "0"]
+        options = ("--json", "--verbose", "--http-port", "0", "--grpc-port", "0", *arguments)
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*command, *arguments], stdout=subprocess.PIPE, stderr=output, text=True, env=dict(os.environ)
+                [sys.executable, "-m", "cluster", "serve", *options], stdout=subprocess.PIPE, stderr=output, text=True
             )
         served = None
         try:

@@ -88,7 +88,8 @@ def test_a_client_without_our_code_finds_its_way_by_reflection(three_macs):
 
 def test_health_is_serving_once_a_mac_is_ready(three_macs):
     with three_macs.channel() as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="cidery.v1.InferenceService"))
+        request = health_pb2.HealthCheckRequest(service="cidery.v1.InferenceService")
+        answer = health_pb2_grpc.HealthStub(channel).Check(request)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     assert three_macs.client.get("/health").json()["status"] == "ok"
 

@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 USER = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+TOO_LONG = "4090 prompt tokens + 50 max_tokens = 4140"
+BAD_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 
 HTTP_CASES = {
     "unknown model": (CHAT, {"model": "gpt-9", "messages": USER}, 404, "served: cidery-tiny"),
@@ -33,7 +35,7 @@ HTTP_CASES = {
     "empty stop": (CHAT, {"messages": USER, "stop": [""]}, 400, "stop[0]"),
     "several answers": (CHAT, {"messages": USER, "n": 2}, 400, "n: is not supported"),
     "not an object": (CHAT, [1, 2], 400, "must be a JSON object, got a list"),
-    "prompt too long": (TEXT, {"prompt": [5] * 4090, "max_tokens": 50}, 400, "4090 prompt tokens + 50 max_tokens = 4140"),
+    "prompt too long": (TEXT, {"prompt": [5] * 4090, "max_tokens": 50}, 400, TOO_LONG),
 }
 RAW_CASES = {
     "NaN": (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, "got nan"),
@@ -45,16 +47,16 @@ RAW_CASES = {
 }
 GRPC_CASES = {
     "unknown model": ({"model": "gpt-9", "text": "x"}, grpc.StatusCode.NOT_FOUND, "served: cidery-tiny"),
-    "empty prompt": ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "is empty"),
-    "no prompt": ({}, grpc.StatusCode.INVALID_ARGUMENT, "prompt: is missing"),
-    "token out of range": ({"token_ids": {"ids": [999_999]}}, grpc.StatusCode.INVALID_ARGUMENT, "got 999999"),
-    "max_tokens 0": ({"text": "x", "sampling": {"max_tokens": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "at least 1, got 0"),
-    "max_tokens negative": ({"text": "x", "sampling": {"max_tokens": -1}}, grpc.StatusCode.INVALID_ARGUMENT, "got -1"),
-    "NaN": ({"text": "x", "sampling": {"temperature": float("nan")}}, grpc.StatusCode.INVALID_ARGUMENT, "got nan"),
+    "empty prompt": ({"text": ""}, BAD_ARGUMENT, "is empty"),
+    "no prompt": ({}, BAD_ARGUMENT, "prompt: is missing"),
+    "token out of range": ({"token_ids": {"ids": [999_999]}}, BAD_ARGUMENT, "got 999999"),
+    "max_tokens 0": ({"text": "x", "sampling": {"max_tokens": 0}}, BAD_ARGUMENT, "at least 1, got 0"),
+    "max_tokens negative": ({"text": "x", "sampling": {"max_tokens": -1}}, BAD_ARGUMENT, "got -1"),
+    "NaN": ({"text": "x", "sampling": {"temperature": float("nan")}}, BAD_ARGUMENT, "got nan"),
     "too long": (
         {"token_ids": {"ids": [5] * 4090}, "sampling": {"max_tokens": 50}},
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "4090 prompt tokens + 50 max_tokens = 4140",
+        BAD_ARGUMENT,
+        TOO_LONG,
     ),
     "ten megabytes": ({"text": "a" * 10_000_000}, grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"),
 }

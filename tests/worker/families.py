@@ -221,6 +221,6 @@ def make_model(case: str) -> Module:
     model.eval()
     model.set_dtype(mx.float32)
     # Biases and norms start as zeros and ones: noise on everything makes a lost one visible.
-    model.update(tree_map(lambda _, weight: weight + 0.1 * mx.random.normal(weight.shape), model.parameters()))
+    model.update(tree_map(lambda weight: weight + 0.1 * mx.random.normal(weight.shape), model.parameters()))
     mx.eval(model.parameters())
     return model

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from worker.batch import Batch, Span
 
-_MAX_BLOCKS = 12
+_MAX_BLOCKS = 40
 
 
 @st.composite
@@ -42,7 +42,8 @@ def test_every_token_has_its_own_slot_position_and_id(case):
         for token, position in zip(span.token_ids, range(span.start, span.end), strict=True)
     ]
     assert np.array(batch.tokens).ravel().tolist() == [token for token, *_ in expected]
-    assert batch.slots == [(block, offset) for _, _, block, offset in expected]
+    assert batch.block_ids.tolist() == [block for _, _, block, _ in expected]
+    assert batch.block_offsets.tolist() == [offset for *_, offset in expected]
     if len(spans) > 1:
         assert np.array(batch.offset).tolist() == [position for _, position, *_ in expected]
     rows, offsets = (np.array(index) for index in batch.write_index(3))
@@ -73,12 +74,12 @@ def test_each_decode_row_sees_its_own_context_and_nothing_else(case):
 
 @settings(max_examples=100, deadline=None)
 @given(_spans())
-def test_padding_of_a_decode_group_stays_below_the_longest_context(case):
-    """Within a group the longest table has at most twice the blocks of the shortest."""
+def test_padding_of_a_decode_group_is_bounded(case):
+    """Beyond 16 blocks the longest table of a group has less than twice the blocks of the shortest."""
     size, spans = case
     for group in Batch(spans, block_size=size).decode_groups:
         blocks = -(-group.context_lens // size)
-        assert blocks.max() < 2 * blocks.min() or blocks.max() == blocks.min()
+        assert blocks.max() < 2 * max(blocks.min(), 8)
 
 
 @settings(max_examples=100, deadline=None)

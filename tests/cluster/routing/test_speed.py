@@ -30,7 +30,9 @@ def test_one_stalled_step_moves_little(speeds: PrefillSpeeds) -> None:
 
 def test_each_mac_has_its_own(speeds: PrefillSpeeds) -> None:
     speeds.observe("a", 1_500, 1.0)
-    assert (speeds.speed("a"), speeds.speed("b")) == (1_500.0, 1_000.0)
+    speeds.observe("b", 900, 1.0)
+    assert (speeds.speed("a"), speeds.speed("b")) == (1_500.0, 900.0)
+    speeds.forget("b")
     speeds.forget("a")
     assert speeds.speed("a") == 1_000.0
     speeds.observe("a", 1_500, 1.0)
