@@ -1,0 +1,108 @@
+"""Text survives the way to tokens and back, however it is cut."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config import bundled_model
+from cluster.errors import InvalidRequest
+from cluster.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+TOKENIZER = Tokenizer(Path(bundled_model()))
+TOKENS = st.lists(st.integers(3, TOKENIZER.vocab_size - 1), max_size=60)
+
+
+def chunks(items, cuts):
+    """The items in pieces; `cuts` are lengths."""
+    start = 0
+    for length in cuts:
+        yield items[start : start + length]
+        start += length
+    yield items[start:]
+
+
+@given(tokens=TOKENS, cuts=st.lists(st.integers(1, 4), max_size=40))
+@settings(deadline=None)
+def test_pieces_add_up_to_the_whole_whatever_the_tokens(tokens, cuts):
+    """Random tokens are mostly broken characters: the hardest case."""
+    text = Detokenizer(TOKENIZER)
+    shown = "".join(text.push(piece) for piece in chunks(tokens, cuts)) + text.flush()
+    assert shown == TOKENIZER.decode(tokens)
+
+
+@given(text=st.text(max_size=40))
+@settings(deadline=None)
+def test_no_piece_ever_shows_part_of_a_character(text):
+    tokens = TOKENIZER.encode(text).token_ids
+    detokenizer = Detokenizer(TOKENIZER)
+    shown = ""
+    for token in tokens:
+        shown += detokenizer.push([token])
+        assert TOKENIZER.decode(tokens).startswith(shown)
+    assert shown + detokenizer.flush() == TOKENIZER.decode(tokens)
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 5), max_size=30),
+)
+def test_stop_strings_cut_exactly_where_a_search_of_the_whole_text_would(text, stops, cuts):
+    """The first stop string that is complete ends the text, wherever the pieces are cut."""
+    filter_ = StopStrings(stops)
+    shown = ""
+    for piece in chunks(text, cuts):
+        shown += filter_.push(piece)
+        assert not any(stop in shown for stop in stops)
+    found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+    if found is None:
+        assert filter_.hit is None
+        assert shown + filter_.flush() == text
+    else:
+        assert filter_.hit is not None
+        assert text.startswith(shown + filter_.hit)
+
+
+def test_text_that_may_begin_a_stop_string_is_withheld_and_then_shown():
+    filter_ = StopStrings(["</end>"])
+    assert filter_.push("hello </en") == "hello "
+    assert filter_.push("try>") == "</entry>"
+    assert filter_.push("</end> more") == ""
+    assert filter_.hit == "</end>"
+    assert filter_.push("anything") == ""
+
+
+def test_messages_end_where_later_turns_share_the_prefix():
+    """Each boundary is a prefix of the next turn's prompt, token by token."""
+    messages = [
+        {"role": "system", "content": "You are Pip."},
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "What is 2 + 2?"},
+    ]
+    whole = TOKENIZER.encode_chat(messages)
+    assert len(whole.boundaries) == len(messages)
+    for count, end in enumerate(whole.boundaries, start=1):
+        shorter = TOKENIZER.encode_chat(messages[:count])
+        assert shorter.token_ids[:end] == whole.token_ids[:end]
+    assert whole.boundaries[-1] < len(whole.token_ids), "the assistant's turn has been opened"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "fine \udfff not"])
+def test_lone_surrogates_are_refused_by_position(text):
+    with pytest.raises(InvalidRequest, match="lone surrogate at character"):
+        TOKENIZER.encode(text)
+
+
+def test_an_empty_conversation_is_refused():
+    with pytest.raises(InvalidRequest, match="at least one message"):
+        TOKENIZER.encode_chat([])
+
+
+@given(text=st.text(max_size=30))
+@settings(deadline=None)
+def test_bytes_of_tokens_add_up_to_the_text(text):
+    tokens = TOKENIZER.encode(text).token_ids
+    assert b"".join(TOKENIZER.token_bytes(token) for token in tokens) == text.encode()

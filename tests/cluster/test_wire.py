@@ -1,0 +1,123 @@
+"""What goes over the node protocol comes out as it went in."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import wire
+from cluster.errors import BY_REASON, CideryError, InvalidRequest, MacLost, Overloaded, RequestTooLong
+from cluster.event_wire import Batch, PendingEvents, pack, pack_keys, unpack, unpack_keys
+from cluster.kv.events import BlockRemoved, BlockStored
+from cluster.kv.hashing import BlockHash
+from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
+from protos.cidery.node.v1 import node_pb2
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple)
+HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=FLOATS,
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=FLOATS,
+    min_p=FLOATS,
+    seed=st.integers(0, 2**64 - 1),
+    num_top_logprobs=st.none() | st.integers(0, 20),
+)
+LOGPROBS = st.builds(
+    TokenLogprobs,
+    st.integers(0, 2**32 - 1),
+    FLOATS,
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), FLOATS), max_size=3).map(tuple),
+)
+ROOT = BlockHash(b"r" * 16)
+
+
+@given(
+    request=st.builds(
+        Request,
+        request_id=st.text(max_size=20),
+        token_ids=TOKENS,
+        num_prompt_tokens=st.integers(0, 2**31),
+        block_hashes=st.lists(HASHES, max_size=4).map(tuple),
+        max_tokens=st.integers(1, 2**31 - 1),
+        sampling=SAMPLING,
+        stop_token_ids=TOKENS,
+        boundaries=TOKENS,
+    )
+)
+def test_a_request_arrives_as_it_was_sent(request):
+    message = node_pb2.ConnectRequest.FromString(
+        wire.request_to_open(request, ROOT, ignore_eos=True).SerializeToString()
+    )
+    assert wire.request_from_open(message.open, eos_token_ids=[1, 2]) == request
+    assert message.open.root_hash == ROOT
+
+
+def test_the_models_end_tokens_join_the_clients_unless_ignored():
+    request = Request("r", (1,), 1, (), 1, SamplingParams(), stop_token_ids=(7,))
+    for ignore_eos, stops in ((False, (7, 2)), (True, (7,))):
+        message = wire.request_to_open(request, ROOT, ignore_eos=ignore_eos).open
+        assert wire.request_from_open(message, [2]).stop_token_ids == stops
+
+
+@given(
+    update=st.builds(
+        Update,
+        request_id=st.text(max_size=20),
+        token_ids=TOKENS,
+        logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+        finish=st.none() | st.sampled_from(Finish),
+        num_cached_tokens=st.integers(0, 2**31),
+        queue_s=st.floats(0, 1e6),
+    )
+)
+def test_an_update_arrives_as_it_was_sent(update):
+    message = node_pb2.Update.FromString(wire.update_to_proto(update).SerializeToString())
+    assert wire.update_from_proto(message) == update
+
+
+@pytest.mark.parametrize(
+    "error", [Overloaded("full"), MacLost("gone"), RequestTooLong("9 + 9 = 18"), InvalidRequest("request", "bad")]
+)
+def test_a_failure_keeps_its_kind_and_words(error):
+    arrived = wire.failure_from_proto(wire.failure_to_proto("r", error).failure)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error), "errors cross Ray by pickling"
+
+
+def test_an_unknown_failure_is_quoted():
+    arrived = wire.failure_from_proto(node_pb2.Failure(reason="ODD", message="words"))
+    assert type(arrived) is CideryError
+    assert "ODD: words" in str(arrived)
+
+
+def test_every_failure_that_crosses_the_wire_has_a_reason_of_its_own():
+    assert len(BY_REASON) == len(set(BY_REASON.values()))
+
+
+KEYS = st.tuples(st.integers(0, 3), HASHES)
+
+
+@given(st.lists(KEYS, max_size=5).map(tuple), st.lists(KEYS, max_size=5).map(tuple), st.integers(0, 2**63 - 1))
+def test_event_batches_arrive_as_they_were_sent(stored, removed, epoch):
+    batch = Batch("mac-1", epoch, 7, stored, removed)
+    assert unpack(pack(batch)) == batch
+    assert unpack_keys(pack_keys(stored)) == stored
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"a" * 16, b"b" * 16, b"c" * 16]), st.booleans()), max_size=20))
+def test_pending_events_have_the_effect_of_all_in_order(happened):
+    """A block stored, removed and stored again within a batch is present, whatever the batch's two lists say first."""
+    pending, present = PendingEvents(), set()
+    for raw, is_stored in happened:
+        block_hash = BlockHash(raw)
+        pending.add([BlockStored(0, block_hash, None, 0) if is_stored else BlockRemoved(0, block_hash)])
+        (present.add if is_stored else present.discard)((0, block_hash))
+    batch = pending.take("mac-1", 1, 0)
+    assert not set(batch.stored) & set(batch.removed)
+    assert set(batch.stored) == present
+    assert len(pending) == 0
