@@ -12,6 +12,8 @@ def prepare(*, is_local: bool) -> None:
     at least need a token; this one lives as long as the processes.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray makes its workers nice by 15, and ours answer people.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if sys.platform == "darwin":
         # Without it Ray refuses several nodes on macOS and takes loopback for this node's address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")

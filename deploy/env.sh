@@ -14,3 +14,6 @@ export RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor
 
 # `ray up` sets 1.
 export RAY_USAGE_STATS_ENABLED=0
+
+# Ray makes its workers nice by 15; ours answer people.
+export RAY_worker_niceness=0

@@ -30,4 +30,5 @@ def test_attention_agrees_with_mlx(mask, scale):
         given = mx.array(np.arange(40) < np.array([1, 17, 40])[:, None])[:, None, None, :]
     ours = cpu_attention.attend(queries, keys, values, scale, given)
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=given)
-    assert mx.abs(ours - expected).max() < 3e-5
+    # Scores of some hundreds have a rounding error of some 1e-5 already.
+    assert mx.abs(ours - expected).max() < 1e-5 * max(1, scale)

@@ -10,7 +10,7 @@ from worker.batch import Batch, Span
 from worker.kv_shapes import LayerShape
 from worker.metal import twins
 from worker.metal.dispatch import choose_kernels
-from worker.metal.paged_decode import MERGE_SOURCE, PARTIALS_SOURCE, PagedDecode, _heads_per_group, _splits
+from worker.metal.paged_decode import MERGE_SOURCE, PARTIALS_SOURCE, _heads_per_group, _splits
 from worker.metal.write_kv import SOURCE as WRITE_SOURCE
 
 _LAYERS = (LayerShape(num_kv_heads=2, head_dim=64, dtype=mx.float32),)
@@ -61,6 +61,7 @@ def test_head_dim_that_lanes_cannot_share_runs_on_twins(caplog):
 
 
 @pytest.mark.metal
+@pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_kernels_agree_with_their_twins_on_this_gpu(head_dim, dtype):
