@@ -1,7 +1,7 @@
 """RoPE for MLX's CPU build, where every call computes angles, sines and cosines anew, each an operation of its own.
 
-In one step all layers rotate queries and keys by the same positions, so the tables are made once a step. What a rotation
-does to a number stays bit for bit the same.
+In one step all layers rotate queries and keys by the same positions, so the tables are made once a step. What a
+rotation does to a number stays bit for bit the same.
 """
 
 import math
@@ -61,7 +61,7 @@ class SharedRope:
             self._batch = batch
             self._tables.clear()
         if batch.is_flat:
-            return offset == batch.offset and x.shape[2] == batch.num_tokens
+            return isinstance(offset, int) and offset == batch.offset and x.shape[2] == batch.num_tokens
         return offset is batch.offset and x.shape[2] == 1
 
     def _make_tables(
@@ -86,4 +86,4 @@ class SharedRope:
 
 def install(step: Step) -> None:
     """Put a shared RoPE for `step` where models look `mx.fast.rope` up. Only for a CPU: Metal's is one fused kernel."""
-    mx.fast.rope = SharedRope(step)
+    mx.fast.rope = SharedRope(step)  # type: ignore[assignment]
