@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Sequence
 
 import grpc
 
-from cluster.errors import InvalidRequest, NoMacReady
+from cluster.errors import ActorAway, InvalidRequest
 from cluster.inference import new_request_id
 from cluster.kv.hashing import hash_blocks
 from cluster.kv_manager import ManagerStatus
@@ -113,7 +113,7 @@ async def _within(seconds: float, call: Awaitable[ManagerStatus]) -> ManagerStat
     """None when the Mac is away: its row then shows what the router knows."""
     try:
         return await asyncio.wait_for(call, seconds)
-    except (TimeoutError, NoMacReady):
+    except (TimeoutError, ActorAway):
         return None
 
 

@@ -5,9 +5,18 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cluster.errors import CideryError, InvalidRequest, MacLost, NoMacReady, Overloaded, RequestTooLong
+from cluster.errors import (
+    ActorAway,
+    CideryError,
+    InvalidRequest,
+    MacLost,
+    ModelNotFound,
+    NoMacReady,
+    Overloaded,
+    RequestTooLong,
+)
 from cluster.kv.hashing import hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
@@ -234,16 +243,20 @@ class Conductor:
         while True:
             try:
                 decision: Decision = await self._router("route", query)
+            except (ActorAway, ModelNotFound):
+                # The router is being restarted, or has been and doesn't know our Macs yet.
+                if time.monotonic() > give_up_s:
+                    raise
             except NoMacReady:
-                # All that are left were tried: start over with those that are back.
                 if time.monotonic() > give_up_s or not progress.num_tries:
                     raise
+                # All that are left were tried: start over with those that are back.
                 progress.excluded.clear()
-                query = _without_exclusions(query)
-                await asyncio.sleep(_NO_MAC_PAUSE_S)
-                continue
-            progress.route_s = progress.route_s or time.monotonic() - job.arrived_s
-            return decision
+                query = replace(query, exclude=frozenset())
+            else:
+                progress.route_s = progress.route_s or time.monotonic() - job.arrived_s
+                return decision
+            await asyncio.sleep(_NO_MAC_PAUSE_S)
 
     def _mac_lost(self, mac: str, epoch: int) -> None:
         self._lost.append((mac, epoch))
@@ -294,10 +307,4 @@ def _completed(job: Job, progress: _Progress, finish: Finish, seed: int, stop: s
         mac=progress.mac,
         seed=seed,
         stop=stop,
-    )
-
-
-def _without_exclusions(query: RouteQuery) -> RouteQuery:
-    return RouteQuery(
-        query.request_id, query.model, query.root_hash, query.block_hashes, query.num_tokens, query.max_tokens
     )

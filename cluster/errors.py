@@ -100,6 +100,14 @@ class NoMacReady(CideryError):
     http_status = 503
 
 
+class ActorAway(CideryError):
+    """The router, or a Mac's manager, doesn't answer: it is being restarted, or its machine is gone."""
+
+    reason = "ACTOR_AWAY"
+    code = Code.UNAVAILABLE
+    http_status = 503
+
+
 class MacLost(CideryError):
     """The Mac that ran the request is gone; clients see this only when the gateway has no tries left."""
 

@@ -18,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.config import NAMESPACE, ROUTER_NAME, MacConfig
-from cluster.errors import NoMacReady, StartupFailed
+from cluster.errors import ActorAway, StartupFailed
 from cluster.kv_manager import KVManager, ManagerStatus
 from cluster.ray_calls import ActorCaller, manager_name, router
 from cluster.router_actor import RouterActor
@@ -193,7 +193,7 @@ def _mac_nodes() -> dict[str, str]:
 async def _has_joined(call: ActorCaller, mac: str) -> bool:
     try:
         fleet = await call("fleet")
-    except NoMacReady:
+    except ActorAway:
         return False
     return any(each.info.name == mac and each.state.name in ("READY", "DRAINING") for each in fleet)
 

@@ -1,4 +1,4 @@
-"""Calls to Ray actors as plain awaits: our own errors come back as themselves, Ray's as MacLost or NoMacReady."""
+"""Calls to Ray actors as plain awaits: our own errors come back as themselves, Ray's as ActorAway."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.config import NAMESPACE, ROUTER_NAME
-from cluster.errors import CideryError, NoMacReady
+from cluster.errors import ActorAway, CideryError
 
 
 class ActorCaller:
-    """A named actor. A call that finds the actor dead or restarting raises NoMacReady; the caller may try again."""
+    """A named actor. A call that finds the actor dead or restarting raises ActorAway; the caller may try again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class ActorCaller:
             raise
         except (RayActorError, ValueError) as error:
             self._handle = None
-            raise NoMacReady(f"{self._name} does not answer: {error}") from error
+            raise ActorAway(f"{self._name} does not answer: {error}") from error
 
 
 def router() -> ActorCaller:

@@ -80,7 +80,7 @@ class RouterActor:
 
     async def report(self, report: MacReport) -> ReportAnswer:
         """Applies a Mac's events; the answer says whether its set is known from now on."""
-        if not self._knows(report.mac, report.epoch):
+        if not self._router.knows(report.mac, report.epoch):
             return ReportAnswer.JOIN
         self._heard_s[report.mac] = time.monotonic()
         for num_tokens, seconds in report.prefills:
@@ -103,7 +103,7 @@ class RouterActor:
 
     async def lost(self, mac: str, epoch: int) -> None:
         """A gateway's stream to this incarnation broke; the Mac's own report takes it back if it lives."""
-        if self._knows(mac, epoch):
+        if self._router.knows(mac, epoch):
             log.warning("mac lost mac=%s epoch=%d", mac, epoch)
             self._router.lost(mac)
 
@@ -166,9 +166,6 @@ class RouterActor:
             action(mac)
         except UnknownMac as error:
             raise NotFound(str(error)) from error
-
-    def _knows(self, mac: str, epoch: int) -> bool:
-        return any(each.mac == mac and each.epoch == epoch for each in self._router.index_stats().macs)
 
     async def _tick(self) -> None:
         while True:

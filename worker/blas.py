@@ -42,7 +42,7 @@ def load(num_threads: int = 1) -> Path | None:
     """Load OpenBLAS for the whole process and return its file, or None where MLX brings its own or none was found.
 
     One thread is the default: the matrices of a decode step are too small to share, and OpenBLAS's threads spin while
-    they wait. OPENBLAS_NUM_THREADS in the environment wins.
+    they wait. OPENBLAS_NUM_THREADS in the environment wins, and so does the first call.
     """
     if sys.platform != "linux":
         return None
@@ -51,7 +51,7 @@ def load(num_threads: int = 1) -> Path | None:
     except BlasError as error:
         logger.warning("slow CPU inference: %s", error)
         return None
-    if "mlx.core" in sys.modules:
+    if "mlx.core" in sys.modules and not _is_loaded():
         logger.warning("slow CPU inference: mlx was imported before the fast BLAS could be loaded")
         return None
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(num_threads))
@@ -79,6 +79,11 @@ def defined_symbols(library: bytes) -> list[str]:
         return _defined_symbols(library)
     except (struct.error, OverflowError, ValueError, IndexError) as error:
         raise BlasError(f"malformed ELF file: {error}") from error
+
+
+def _is_loaded() -> bool:
+    """Whether OpenBLAS answers to the plain names in this process already, by an earlier call or LD_PRELOAD."""
+    return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
 def _plain_library() -> Path:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import _download, load_config, load_model
 
-from worker import attention, cpu_attention, cpu_rope
+from worker import attention, cpu_math, cpu_rope
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
 from worker.errors import UnsupportedModelError
@@ -204,7 +204,8 @@ def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults |
 def attach(loaded: LoadedModel, step: Step) -> list[PagedCache]:
     """Put the sampling head and the attention dispatcher into place; the result goes to the model as its cache."""
     attention.install()
-    if cpu_attention.is_available():
+    if cpu_math.is_available():
+        cpu_math.install()
         cpu_rope.install(step)
     _attach_head(loaded.model, step)
     return [PagedCache(step, layer) for layer in range(len(loaded.layers))]

@@ -103,6 +103,11 @@ class Router:
         self._index.join(info.name, info.epoch)
         return Applied.OK if self._index.is_synced(info.name) else Applied.RESYNC
 
+    def knows(self, name: str, epoch: int) -> bool:
+        """Whether this incarnation is the present one and reachable; if not, it has to join."""
+        known = self._macs.get(name)
+        return known is not None and known.info.epoch == epoch and not known.is_lost
+
     def leave(self, name: str, epoch: int) -> None:
         """Forgets the Mac; no effect unless this incarnation is the present one."""
         known = self._macs.get(name)

@@ -114,3 +114,23 @@ def test_many_requests_survive_a_killed_mac(fleet):
     assert answers == expected
     wait_for(lambda: all(mac["load"]["num_requests"] == 0 for mac in fleet.fleet().values()))
     wait_for(lambda: all(mac["state"] == "MAC_STATE_READY" for mac in fleet.fleet().values()))
+
+
+def test_a_killed_router_learns_the_fleet_anew(fleet):
+    """Requests wait for it; what the Macs hold is known again, so the next turn still finds its prefix."""
+    fields = {"prompt": [77] * 200, "max_tokens": 8, "temperature": 0}
+    first = fleet.complete(**fields)
+    router = next(
+        process
+        for process in psutil.Process(fleet.process.pid).children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] == ["ray::RouterActor"]
+    )
+    router.kill()
+    second = fleet.complete(**fields)
+    assert second["choices"] == first["choices"]
+    wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
+    third = fleet.complete(**fields)
+    assert third["cidery"]["mac"] == first["cidery"]["mac"]
+    assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    decision = fleet.client.get("/admin/explain", params={"request_id": third["id"]}).json()
+    assert {each["mac"]: each["num_matched_tokens"] for each in decision["candidates"]}[decision["chosen"]] == 192

@@ -85,6 +85,19 @@ def test_two_processes_prepare_the_library_at_once(tmp_path, home):
     assert list(Path(path).parent.iterdir()) == [Path(path)]
 
 
+def test_late_load_is_reported_and_a_second_one_is_not():
+    """MLX binds its BLAS when it is imported; after that only a warning helps."""
+    late = "import logging, mlx.core; logging.basicConfig(); from worker import blas; print(blas.load())"
+    twice = "import logging; logging.basicConfig(); from worker import blas; a = blas.load(); import mlx.core; print(blas.load(2) == a)"
+    outputs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for code in (late, twice)
+    ]
+    assert outputs[0].stdout.strip() == "None"
+    assert "mlx was imported before" in outputs[0].stderr
+    assert (outputs[1].stdout.strip(), outputs[1].stderr) == ("True", "")
+
+
 def test_missing_package_is_named():
     """Without the wheel and a system library the error says what to install."""
     code = (

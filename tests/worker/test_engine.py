@@ -14,7 +14,7 @@ from tests.worker.driver import ROOT, Driver, Request, make_engine
 from tests.worker.families import VOCAB_SIZE, config_of, make_model
 from worker import models
 from worker.engine import Engine
-from worker.errors import ProtocolError, UnsupportedModelError
+from worker.errors import ProtocolError
 from worker.metal.dispatch import twin_kernels
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -98,23 +98,6 @@ def test_configure_is_first_once_and_sane(model):
         engine.configure(pb.Configure(**good))
     engine.reset()
     engine.configure(pb.Configure(**good))
-
-
-@pytest.mark.parametrize(
-    ("module", "changes", "reason"),
-    [
-        ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "num_key_value_heads": 2}, "family 'gemma2'"),
-        ("llama", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "RotatingKVCache"),
-    ],
-)
-def test_model_that_cannot_run_exactly_is_refused_by_name(module, changes, reason):
-    """An unknown family, and a known one whose configuration asks for a kind of cache that is not supported."""
-    import importlib
-
-    made = importlib.import_module(f"mlx_lm.models.{module}")
-    config = {**config_of("llama"), "model_type": module, "num_hidden_layers": 2, **changes}
-    with pytest.raises(UnsupportedModelError, match=reason):
-        models.adapt(made.Model(made.ModelArgs.from_dict(config)), config)
 
 
 def test_prompt_of_exactly_one_block_reports_that_block(engine):

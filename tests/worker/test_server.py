@@ -19,6 +19,7 @@ from protos.cidery.worker.v1 import worker_pb2 as pb
 from protos.cidery.worker.v1 import worker_pb2_grpc
 from tests.worker.driver import ROOT
 from tests.worker.families import config_of, make_model
+from worker.server import Failure, Inbox, Opened, Received, Stop, Stream, Worker
 
 _WAIT_S = 60
 _EOS = 7
@@ -54,7 +55,8 @@ class WorkerProcess:
 def shared_worker(model_dir, tmp_path_factory):
     worker = WorkerProcess(model_dir, tmp_path_factory.mktemp("socket") / "w")
     yield worker
-    worker.close()
+    # Refused, cancelled and broken streams are all in a day's work.
+    assert "Traceback" not in worker.close()
 
 
 class RunStream:
@@ -195,6 +197,43 @@ def test_violation_ends_the_stream_and_the_worker_lives_on(shared_worker):
     assert "sequence 99" in violation.value.details()
     stream.requests.put(None)
     assert _greedy(shared_worker.stub, [1, 2, 3], 2)
+
+
+class FailingEngine:
+    """An engine whose steps break."""
+
+    def __init__(self) -> None:
+        self.num_resets = 0
+
+    def configure(self, message: pb.Configure) -> pb.Configured:
+        return pb.Configured()
+
+    def execute(self, plan: pb.StepPlan) -> pb.StepResult:
+        raise RuntimeError("out of memory")
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+class OpenContext:
+    def is_active(self) -> bool:
+        return True
+
+
+def test_failing_step_ends_the_stream_with_internal_and_a_traceback(caplog):
+    """Never silently; and nothing that the stream sent afterwards is executed."""
+    inbox, engine, stream = Inbox(), FailingEngine(), Stream(OpenContext())
+    inbox.put(Opened(stream))
+    inbox.put(Received(stream, pb.RunRequest(configure=pb.Configure())))
+    for _ in range(3):
+        inbox.put(Received(stream, pb.RunRequest(plan=pb.StepPlan())))
+    inbox.put(Stop("done"))
+    assert Worker(engine, inbox).run() == "done"
+    assert stream.outbox.get() == pb.RunResponse(configured=pb.Configured())
+    assert stream.outbox.get() == Failure(grpc.StatusCode.INTERNAL, "RuntimeError: out of memory")
+    assert stream.outbox.empty()
+    assert engine.num_resets == 1
+    assert "Traceback" in caplog.text
 
 
 def test_worker_ends_when_its_parent_dies(model_dir, tmp_path):

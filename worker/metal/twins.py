@@ -6,7 +6,7 @@ Pools are `[num_blocks * num_kv_heads, block_size, head_dim]`: see `worker.kv_te
 import mlx.core as mx
 import numpy as np
 
-from worker import cpu_attention
+from worker import cpu_math
 from worker.batch import DecodeGroup, PrefillSpan
 
 # Causal attention over n tiles of queries skips the half of the scores that lies above the diagonal.
@@ -64,8 +64,8 @@ def _attention(
 ) -> mx.array:
     rows, num_heads, num_queries, _ = queries.shape
     num_scores = rows * num_heads * num_queries * keys.shape[2]
-    if num_scores >= cpu_attention.MIN_SCORES and cpu_attention.is_available() and queries.dtype == mx.float32:
-        return cpu_attention.attend(queries, keys, values, scale, mask)
+    if num_scores >= cpu_math.MIN_SCORES and cpu_math.is_available() and queries.dtype == mx.float32:
+        return cpu_math.attend(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 

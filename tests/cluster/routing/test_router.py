@@ -31,6 +31,14 @@ class TestMembership:
     def test_a_snapshot_for_a_mac_that_has_not_joined_is_refused(self, fleet) -> None:
         assert fleet.router.load_snapshot("a", 1, 0, []) is Applied.RESYNC
 
+    def test_knows_the_present_incarnation_while_it_can_be_reached(self, fleet) -> None:
+        fleet.add("a", epoch=2)
+        assert fleet.router.knows("a", 2)
+        assert not fleet.router.knows("a", 1)
+        assert not fleet.router.knows("b", 2)
+        fleet.router.lost("a")
+        assert not fleet.router.knows("a", 2)
+
     def test_leaving_forgets_the_mac_and_its_bookings(self, fleet, prompt_of, hashes_of) -> None:
         fleet.add("a", holds=hashes_of(prompt_of((1, 40))))
         fleet.route(prompt_of((1, 40)))

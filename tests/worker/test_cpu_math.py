@@ -1,0 +1,66 @@
+"""The CPU's attention, sigmoid and RoPE against MLX's."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from worker import cpu_math, cpu_rope
+from worker.attention import Step
+from worker.batch import Batch, Span
+from worker.kv_tensors import KVTensors
+from worker.metal.dispatch import twin_kernels
+
+
+def test_exp2_is_exact_to_float32_wherever_it_counts():
+    exponents = np.concatenate([np.linspace(-125, 0, 200_001), -np.geomspace(1e-9, 1, 1000)]).astype(np.float32)
+    ours = np.array(cpu_math.exp2(mx.array(exponents)))
+    assert np.abs(ours / np.exp2(exponents.astype(np.float64)) - 1).max() < 4e-7
+
+
+def test_exp2_of_what_underflows_is_as_good_as_zero():
+    assert np.array(cpu_math.exp2(mx.array([-1e30, -500.0]))).max() < 1e-37
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "rows"])
+@pytest.mark.parametrize("scale", [0.2, 20.0])
+def test_attention_agrees_with_mlx(mask, scale):
+    """With and without masks, for flat and for peaked distributions."""
+    rng = np.random.RandomState(0)
+    queries, keys, values = (
+        mx.array(rng.randn(3, heads, n, 32).astype(np.float32)) for heads, n in ((6, 5), (2, 40), (2, 40))
+    )
+    given = mask
+    if mask == "rows":
+        given = mx.array(np.arange(40) < np.array([1, 17, 40])[:, None])[:, None, None, :]
+    ours = cpu_math.attend(queries, keys, values, scale, given)
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=given)
+    # Scores of some hundreds have a rounding error of some 1e-5 already.
+    assert mx.abs(ours - expected).max() < 1e-5 * max(1, scale)
+
+
+def test_sigmoid_agrees_with_mlx_and_never_overflows():
+    x = mx.array(np.concatenate([np.linspace(-90, 90, 20_000), [-1e30, 1e30, 0.0]]).astype(np.float32))
+    assert x.size > cpu_math._MIN_SIGMOIDS
+    expected = 1 / (1 + np.exp(-np.array(x).astype(np.float64).clip(-500, 500)))
+    assert np.abs(np.array(cpu_math.sigmoid(x)) - expected).max() < 4e-7
+
+
+@pytest.mark.parametrize("dims", [16, 8])
+@pytest.mark.parametrize("freqs", [None, mx.array([1.0, 2.0, 9.0, 30.0, 50.0, 70.0, 90.0, 99.0])])
+@pytest.mark.parametrize("spans", [[(5, 9)], [(0, 1)], [(7, 1), (0, 3), (100, 1)]])
+def test_shared_rope_rotates_bit_for_bit_like_mlx(dims, freqs, spans):
+    """In both layouts, whole and partial, with given frequencies; the second call finds the tables made."""
+    freqs = freqs if freqs is None else freqs[: dims // 2]
+    batch = Batch([Span([0] * n, start, list(range(1, 20)), samples=False) for start, n in spans], block_size=8)
+    step = Step(twin_kernels())
+    shared = cpu_rope.SharedRope(step)
+    shape = (1, 3, batch.num_tokens, 16) if batch.is_flat else (batch.num_tokens, 3, 1, 16)
+    x = mx.random.normal(shape)
+    given = {"traditional": False, "base": None if freqs is not None else 1e4, "scale": 0.5, "offset": batch.offset}
+    expected = cpu_rope._mlx_rope(x, dims, freqs=freqs, **given)
+    step.begin(batch, KVTensors((), block_size=8, num_blocks=2))
+    for _ in range(2):
+        assert mx.array_equal(shared(x, dims, freqs=freqs, **given), expected)
+    assert len(shared._tables) == 1
+    step.end()
+    assert mx.array_equal(shared(x, dims, freqs=freqs, **given), expected)

@@ -1,0 +1,77 @@
+"""What is found out about a model, and which models are refused."""
+
+import importlib
+import json
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.worker.families import config_of, make_model
+from worker import models
+from worker.errors import UnsupportedModelError
+from worker.models import SamplingDefaults
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "reason"),
+    [
+        ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "num_key_value_heads": 2}, "family 'gemma2'"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "RotatingKVCache"),
+    ],
+)
+def test_model_that_cannot_run_exactly_is_refused_by_name(module, changes, reason):
+    """An unknown family, and a known one whose configuration asks for a kind of cache that is not supported."""
+    made = importlib.import_module(f"mlx_lm.models.{module}")
+    config = {**config_of("llama"), "model_type": module, "num_hidden_layers": 2, **changes}
+    with pytest.raises(UnsupportedModelError, match=reason):
+        models.adapt(made.Model(made.ModelArgs.from_dict(config)), config)
+
+
+def test_vision_wrapper_is_run_as_the_text_model_inside():
+    """The wrapper says nothing of the caches that its text model wants."""
+    mistral3 = importlib.import_module("mlx_lm.models.mistral3")
+    config = {"model_type": "mistral3", "text_config": config_of("llama"), "eos_token_id": 3}
+    loaded = models.adapt(mistral3.Model(mistral3.ModelArgs.from_dict(config)), config)
+    assert (loaded.family, loaded.max_model_len, loaded.eos_token_ids) == ("llama", 512, (3,))
+
+
+def test_layers_of_different_widths_are_told_apart():
+    loaded = models.adapt(make_model("openelm"), config_of("openelm"))
+    assert [layer.num_kv_heads for layer in loaded.layers] == [2, 1, 4]
+    assert {layer.head_dim for layer in loaded.layers} == {8}
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    model = make_model("llama")
+    weights = {name: weight.astype(mx.bfloat16) for name, weight in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    (tmp_path / "config.json").write_text(json.dumps({**config_of("llama"), "eos_token_id": [5, 6]}))
+    return tmp_path
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="of a CPU")
+def test_auto_dtype_is_float32_on_a_cpu(model_dir):
+    """Half precision is emulated there; asked for by name it is given."""
+    automatic = models.load(str(model_dir), dtype="auto")
+    assert {layer.dtype for layer in automatic.layers} == {mx.float32}
+    asked = models.load(str(model_dir), dtype="bfloat16")
+    assert {layer.dtype for layer in asked.layers} == {mx.bfloat16}
+    assert automatic.weights_bytes == 2 * asked.weights_bytes
+    assert asked.eos_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, SamplingDefaults()),
+        ({}, SamplingDefaults()),
+        ({"do_sample": False, "temperature": 0.6}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)),
+    ],
+)
+def test_generation_config_gives_the_sampling_defaults(model_dir, given, expected):
+    if given is not None:
+        (model_dir / "generation_config.json").write_text(json.dumps(given))
+    assert models.load(str(model_dir), dtype="auto").sampling_defaults == expected
