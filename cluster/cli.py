@@ -88,6 +88,7 @@ def main() -> None:
 def serve(**options: Any) -> None:
     """Start a fleet and its gateway; Ctrl-C ends them."""
     ray_environment.prepare(is_local=options["address"] is None)
+    from cluster.fleet import FleetConfig
     from cluster.serve import ServeConfig, run
 
     logging.basicConfig(
@@ -108,7 +109,7 @@ def serve(**options: Any) -> None:
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         )
         gateway = GatewayConfig(options["host"], options["grpc_port"], options["http_port"])
-        config = ServeConfig(mac, gateway, options["address"], options["macs"], options["prints_json"])
+        config = ServeConfig(FleetConfig(mac, options["address"], options["macs"]), gateway, options["prints_json"])
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

@@ -11,31 +11,32 @@ from typing import Any
 import click
 from rich.console import Console
 
-from cluster.config import GatewayConfig, MacConfig
+from cluster.config import GatewayConfig, ModelConfig
 from cluster.fleet import Fleet, FleetConfig
 from cluster.gateway import Addresses, Gateway, require_free_ports
+from cluster.model_files import find_model
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """All of one `cidery serve`."""
 
-    mac: MacConfig
+    fleet: FleetConfig
     gateway: GatewayConfig
-    address: str | None
-    num_macs: int
     # One line on standard output once it serves, for programs that start it.
     prints_json: bool = False
 
     @property
-    def fleet(self) -> FleetConfig:
-        """The fleet's part."""
-        return FleetConfig(self.mac, self.address, self.num_macs)
+    def model(self) -> ModelConfig:
+        """What is served."""
+        return self.fleet.mac.model
 
 
 def run(config: ServeConfig, console: Console) -> None:
     """Serves until SIGINT or SIGTERM. Raises StartupFailed. Main thread only: Ray installs signal handlers."""
     require_free_ports(config.gateway)
+    if config.fleet.address is None:
+        find_model(config.model.path)  # a wrong path is told before Ray has been started
     fleet = Fleet(config.fleet)
     try:
         with console.status("starting …"):
@@ -48,8 +49,8 @@ def run(config: ServeConfig, console: Console) -> None:
 async def _serve(config: ServeConfig, fleet: Fleet, console: Console) -> None:
     stop = asyncio.Event()
     with _stopping_at_signals(stop):
-        gateway = Gateway(config.gateway, config.mac.model)
-        with console.status(f"loading {config.mac.model.name} …"):
+        gateway = Gateway(config.gateway, config.model)
+        with console.status(f"loading {config.model.name} …"):
             if not await _unless_stopped(stop, fleet.wait_ready(console.print)):
                 return
         async with gateway.running() as addresses:
@@ -76,7 +77,7 @@ async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) 
 
 
 def _welcome(config: ServeConfig, addresses: Addresses) -> str:
-    name = config.mac.model.name
+    name = config.model.name
     return f"""
 Cidery serves {name}
   HTTP (OpenAI)  {addresses.http}/v1

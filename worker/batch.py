@@ -87,10 +87,14 @@ class PrefillSpan:
 
 
 class Batch:
-    """One step, packed. `order[i]` is the index, among the spans given, of the i-th packed span."""
+    """One step, packed. `order[i]` is the index, among the spans given, of the i-th packed span.
 
-    def __init__(self, spans: Sequence[Span], *, block_size: int) -> None:
+    `decodes_together`: all decode rows form one group without a mask, for a kernel that minds each row's own length.
+    """
+
+    def __init__(self, spans: Sequence[Span], *, block_size: int, decodes_together: bool = False) -> None:
         self.block_size = block_size
+        self._decodes_together = decodes_together
         decodes = [i for i, span in enumerate(spans) if len(span.token_ids) == 1]
         decodes.sort(key=lambda i: spans[i].start)
         self.order = decodes + [i for i, span in enumerate(spans) if len(span.token_ids) > 1]
@@ -154,8 +158,8 @@ class Batch:
         groups, first = [], 0
         sizes = [_num_blocks(span.end, self.block_size) for span in self.spans[: self.num_decodes]]
         for row in range(1, self.num_decodes + 1):
-            is_end = row == self.num_decodes or sizes[row] >= _LONE_CONTEXT_BLOCKS
-            if is_end or _size_class(sizes[row]) != _size_class(sizes[first]):
+            is_last = row == self.num_decodes
+            if is_last or (not self._decodes_together and _are_apart(sizes[first], sizes[row])):
                 groups.append(self._decode_group(first, row, sizes[row - 1]))
                 first = row
         return groups
@@ -166,15 +170,18 @@ class Batch:
         heads = (span.block_table[: _num_blocks(span.end, self.block_size)] for span in spans)
         tables = np.array([[*head, *[0] * (max_blocks - len(head))] for head in heads], np.int32)
         num_slots = max_blocks * self.block_size
-        if spans[0].end == num_slots:
+        if spans[0].end == num_slots or self._decodes_together:
             return DecodeGroup(first, last, tables, lens, mask=None)
         mask = np.arange(num_slots, dtype=np.int32) < lens[:, None]
         return DecodeGroup(first, last, tables, lens, mask=mx.array(mask[:, None, None, :]))
 
 
-def _size_class(num_blocks: int) -> int:
-    """Short contexts share one class: there a call costs more than padding."""
-    return max(num_blocks, _SHORT_CONTEXT_BLOCKS).bit_length()
+def _are_apart(shorter_blocks: int, longer_blocks: int) -> bool:
+    """Whether a context is too long to share a group with a shorter one."""
+    if longer_blocks >= _LONE_CONTEXT_BLOCKS:
+        return True
+    classes = (max(blocks, _SHORT_CONTEXT_BLOCKS).bit_length() for blocks in (shorter_blocks, longer_blocks))
+    return next(classes) != next(classes)
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

@@ -163,7 +163,8 @@ class Engine:
         return skipped, slices
 
     def _forward(self, slices: list[tuple[SequenceState, Span]], tensors: KVTensors, result: pb.StepResult) -> None:
-        batch = Batch([span for _, span in slices], block_size=tensors.block_size)
+        spans = [span for _, span in slices]
+        batch = Batch(spans, block_size=tensors.block_size, decodes_together=self._kernels.takes_ragged_rows)
         self._step.begin(batch, tensors)
         logits = self._loaded.model(batch.tokens, cache=self._caches)
         sampling = [slices[index][0] for index in batch.order if slices[index][1].samples]
@@ -196,10 +197,12 @@ class Engine:
 
     def _check_block_ids(self, block_ids: Iterable[int], what: str, tensors: KVTensors) -> None:
         """Also commits the memory of ids that were never used."""
+        highest = 0
         for block_id in block_ids:
             if not 0 < block_id < tensors.num_blocks:
                 raise ProtocolError(f"{what}: block id {block_id} is not in [1, {tensors.num_blocks})")
-            tensors.reserve(block_id)
+            highest = max(highest, block_id)
+        tensors.reserve(highest)
 
 
 def _logprobs_message(token_id: int, logprobs: RowLogprobs) -> sampling_pb2.TokenLogprobs:

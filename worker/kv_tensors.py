@@ -77,13 +77,14 @@ class KVTensors:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks in every layer; all sources are read before any target is written."""
+        rows = [_block_rows(sources, layer) for layer in self.layers]
+        contents = [[pool[row] for pool, row in zip(pools, rows, strict=True)] for pools in (self.keys, self.values)]
+        # A pending reader of the old pool would make the scatter copy all of it.
+        mx.eval(contents)
         for index, layer in enumerate(self.layers):
-            source_rows, target_rows = _block_rows(sources, layer), _block_rows(targets, layer)
-            for pools in (self.keys, self.values):
-                content = pools[index][source_rows]
-                # A pending reader of the old pool would make the scatter copy all of it.
-                mx.eval(content)
-                pools[index][target_rows] = content
+            target_rows = _block_rows(targets, layer)
+            self.keys[index][target_rows] = contents[0][index]
+            self.values[index][target_rows] = contents[1][index]
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Set whole blocks to zero in every layer."""

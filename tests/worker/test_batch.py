@@ -82,6 +82,19 @@ def test_padding_of_a_decode_group_is_bounded(case):
         assert blocks.max() < 2 * max(blocks.min(), 8)
 
 
+@settings(max_examples=50, deadline=None)
+@given(_spans())
+def test_decode_rows_for_a_ragged_kernel_form_one_group(case):
+    """It reads each row's own table and length; nothing is masked."""
+    size, spans = case
+    batch = Batch(spans, block_size=size, decodes_together=True)
+    assert [(group.first, group.last, group.mask) for group in batch.decode_groups] == [
+        (0, batch.num_decodes, None)
+    ] * (batch.num_decodes > 0)
+    for group in batch.decode_groups:
+        assert group.context_lens.tolist() == [span.end for span in batch.spans[: group.last]]
+
+
 @settings(max_examples=100, deadline=None)
 @given(_spans())
 def test_prefill_spans_cover_their_rows_and_their_whole_context(case):

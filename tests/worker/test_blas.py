@@ -87,8 +87,9 @@ def test_two_processes_prepare_the_library_at_once(tmp_path, home):
 
 def test_late_load_is_reported_and_a_second_one_is_not():
     """MLX binds its BLAS when it is imported; after that only a warning helps."""
-    late = "import logging, mlx.core; logging.basicConfig(); from worker import blas; print(blas.load())"
-    twice = "import logging; logging.basicConfig(); from worker import blas; a = blas.load(); import mlx.core; print(blas.load(2) == a)"
+    warn = "import logging; logging.basicConfig(); from worker import blas; "
+    late = warn + "import mlx.core; print(blas.load())"
+    twice = warn + "first = blas.load(); import mlx.core; print(blas.load(2) == first)"
     outputs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         for code in (late, twice)

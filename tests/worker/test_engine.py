@@ -223,3 +223,34 @@ def test_several_hundred_random_plans_agree_with_mlx_lm(model):
     assert len(answered) > 50
     for index, request in answered:
         assert request.generated == expected[index][: request.max_tokens]
+
+
+def test_seeded_request_continues_the_same_after_preemption_and_in_any_company(model):
+    """Its draws depend on seed and position alone: neighbours, chunks and a recomputation never show."""
+    sampling = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=11)
+    prompt = list(range(30))
+    alone = Request(prompt, 12, sampling)
+    driver = Driver(make_engine(model, config_of("qwen3")))
+    driver.add(alone)
+    driver.run()
+    company = Request(prompt, 12, sampling)
+    driver = Driver(make_engine(model, config_of("qwen3")), chunk=7)
+    for index, temperature in enumerate((0.0, 1.0, 2.0)):
+        driver.add(Request([index] * 21, 14, SamplingParams(temperature=temperature, seed=index)))
+    driver.add(company)
+    while len(company.generated) < 5:
+        driver.step()
+    driver.preempt(company)
+    driver.run()
+    assert company.generated == alone.generated
+    assert len(set(alone.generated)) > 6
+
+
+def test_absent_sampling_parameters_are_the_models_defaults(model):
+    """The request is silent: generation_config decides; here it says greedy."""
+    loaded = models.adapt(model, config_of("qwen3"), models.SamplingDefaults(temperature=0.0))
+    engine = Engine(loaded, twin_kernels(), memory_limit_bytes=1)
+    engine.configure(pb.Configure(block_size=16, num_blocks=8, root_hash=ROOT))
+    sequences = [_sequence(sampling=SamplingParams()), _sequence(seq_id=2)]
+    result = engine.execute(_plan(_slice(), _slice(seq_id=2, blocks=[6]), sequences=sequences))
+    assert result.sampled[0].token_id == result.sampled[1].token_id

@@ -22,17 +22,21 @@ Causal = Callable[[mx.array, mx.array, mx.array, float], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What attention runs on; `name` is for people."""
+    """What attention runs on; `name` is for people.
+
+    `takes_ragged_rows`: one launch of `paged_decode` serves rows of any context lengths without padding or masks.
+    """
 
     name: str
     paged_decode: Decode
     paged_prefill: Prefill
     causal: Causal
+    takes_ragged_rows: bool
 
 
 def twin_kernels() -> Kernels:
     """Everything in plain MLX."""
-    return Kernels("mlx", twins.paged_decode, twins.paged_prefill, twins.causal)
+    return Kernels("mlx", twins.paged_decode, twins.paged_prefill, twins.causal, takes_ragged_rows=False)
 
 
 def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | None = None) -> Kernels:
@@ -53,4 +57,4 @@ def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | Non
     if failure is not None:
         logger.warning("metal kernels off, plain MLX instead: %s", failure)
         return twin_kernels()
-    return Kernels("metal paged_decode", decode, twins.paged_prefill, twins.causal)
+    return Kernels("metal paged_decode", decode, twins.paged_prefill, twins.causal, takes_ragged_rows=True)

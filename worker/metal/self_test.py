@@ -62,14 +62,17 @@ def _check_decode(decode: PagedDecode, layer: LayerShape) -> str | None:
         spans.append(Span([0], length - 1, ids[first : first + num_blocks], samples=True))
         first += num_blocks
     pools = _pools(layer)
-    for group in Batch(spans, block_size=_BLOCK_SIZE).decode_groups:
-        for shared_heads in _SHARED_HEADS:
-            shape = (group.last - group.first, layer.num_kv_heads * shared_heads, 1, layer.head_dim)
-            queries = mx.random.normal(shape, key=mx.random.key(4)).astype(layer.dtype)
-            scale = layer.head_dim**-0.5
-            ours = decode(queries, *pools, group, layer.num_kv_heads, scale)
-            twin = twins.paged_decode(queries, *pools, group, layer.num_kv_heads, scale)
-            error = float(mx.abs(ours.astype(mx.float32) - twin.astype(mx.float32)).max())
+    (ragged,) = Batch(spans, block_size=_BLOCK_SIZE, decodes_together=True).decode_groups
+    groups = Batch(spans, block_size=_BLOCK_SIZE).decode_groups
+    scale = layer.head_dim**-0.5
+    for shared_heads in _SHARED_HEADS:
+        shape = (len(spans), layer.num_kv_heads * shared_heads, 1, layer.head_dim)
+        queries = mx.random.normal(shape, key=mx.random.key(4)).astype(layer.dtype)
+        ours = decode(queries, *pools, ragged, layer.num_kv_heads, scale).astype(mx.float32)
+        for group in groups:
+            rows = slice(group.first, group.last)
+            twin = twins.paged_decode(queries[rows], *pools, group, layer.num_kv_heads, scale)
+            error = float(mx.abs(ours[rows] - twin.astype(mx.float32)).max())
             # Not "error > tolerance", which a NaN would pass.
             if not error <= _TOLERANCE[layer.dtype]:
                 return f"paged_decode differs from its twin by {error:.2g} at {shared_heads} heads a KV head"

@@ -9,7 +9,7 @@ import numpy as np
 from worker import cpu_math
 from worker.batch import DecodeGroup, PrefillSpan
 
-# Causal attention over n tiles of queries skips the half of the scores that lies above the diagonal.
+# On a CPU, causal attention by tiles of queries skips the scores above the diagonal; Metal's kernels do so themselves.
 _QUERY_TILE = 128
 
 
@@ -48,7 +48,7 @@ def paged_prefill(
 def causal(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """Causal attention, queries aligned with the last keys. Shapes: `[1, heads, num_tokens, head_dim]`."""
     num_queries, num_keys = queries.shape[2], keys.shape[2]
-    if num_queries <= _QUERY_TILE:
+    if num_queries <= _QUERY_TILE or not cpu_math.is_available():
         return _attention(queries, keys, values, scale, "causal")
     outputs = []
     for first in range(0, num_queries, _QUERY_TILE):
