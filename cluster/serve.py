@@ -3,9 +3,11 @@
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -78,6 +80,8 @@ async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) 
 
 def _welcome(config: ServeConfig, addresses: Addresses) -> str:
     name = config.model.name
+    # As it was called, so that the line can be pasted without an activated environment.
+    command = sys.argv[0] if Path(sys.argv[0]).name == "cidery" else "cidery"
     return f"""
 Cidery serves {name}
   HTTP (OpenAI)  {addresses.http}/v1
@@ -87,7 +91,7 @@ Cidery serves {name}
 Try it:
   curl -s {addresses.http}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-  cidery chat --address {addresses.grpc}
+  {command} chat --address {addresses.grpc}
 
 Ctrl-C stops it."""
 
