@@ -4,7 +4,6 @@ The control face only: Ray calls and gRPC streams end here, MacEngine does the w
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -15,19 +14,16 @@ from typing import Any
 import grpc
 
 from cluster.config import MAX_NODE_MESSAGE_BYTES, MacConfig
-from cluster.errors import CideryError, StartupFailed
-from cluster.event_wire import PendingEvents, pack, pack_keys
+from cluster.errors import StartupFailed
 from cluster.mac_engine import MacEngine
 from cluster.model_files import find_model
 from cluster.ray_calls import router
-from cluster.router_actor import MacReport, ReportAnswer
-from cluster.routing.mac import MacInfo
+from cluster.reporter import Reporter
 from cluster.scheduling.scheduler import SchedulerStats
 from protos.cidery.node.v1 import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-REPORT_PERIOD_S = 1.0
 # Beyond this a gateway reads too slowly to be alive; its requests are aborted.
 _MAX_STREAM_BACKLOG = 10_000
 
@@ -115,12 +111,7 @@ class KVManager:
         self._engine: MacEngine | None = None
         self._address = ""
         self._failure = ""
-        self._router = router()
-        self._pending = PendingEvents()
-        self._changed = asyncio.Event()
-        # Numbers batches without a gap; it goes on over epochs, because a snapshot says where the next epoch begins.
-        self._seq = 0
-        self._joined_epoch = 0
+        self._reporter: Reporter | None = None
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def status(self) -> ManagerStatus:
@@ -131,7 +122,7 @@ class KVManager:
         return ManagerStatus(
             mac=self._mac,
             is_ready=engine is not None and engine.is_ready,
-            failure=self._failure,
+            failure=self._failure or (self._reporter.failure if self._reporter else ""),
             address=self._address,
             config=self._config.to_dict(),
             manager_pid=os.getpid(),
@@ -160,7 +151,7 @@ class KVManager:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if self._engine is not None:
-            await self._router("leave", self._mac, self._engine.epoch)
+            await router()("leave", self._mac, self._engine.epoch)
 
     async def _run(self) -> None:
         server = grpc.aio.server(
@@ -173,84 +164,19 @@ class KVManager:
         )
         try:
             folder = find_model(self._config.model.path)
-            self._engine = MacEngine(self._mac, self._config, folder, self._log_path, self._changed.set)
+            reporter = Reporter(self._mac, self._config.model.name)
+            self._engine = MacEngine(self._mac, self._config, folder, self._log_path, reporter.hurry)
+            self._reporter = reporter
             node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(self._engine), server)
             self._address = f"{self._host}:{server.add_insecure_port(f'{self._host}:0')}"
             await server.start()
-            reporter = asyncio.create_task(self._report_forever(self._engine))
+            reports = asyncio.create_task(reporter.run(self._engine, self._address))
             try:
                 await self._engine.supervise()
             finally:
-                reporter.cancel()
+                reports.cancel()
         except StartupFailed as error:
             self._failure = str(error)
             log.error("mac failed mac=%s error=%s", self._mac, error)
         finally:
             await server.stop(0)
-
-    async def _report_forever(self, engine: MacEngine) -> None:
-        while True:
-            try:
-                await self._report(engine)
-            except CideryError as error:
-                # The router is away or refuses us: keep serving what we have and ask again.
-                self._failure = str(error)
-                log.warning("report failed mac=%s error=%s", self._mac, error)
-                self._joined_epoch = 0
-                await asyncio.sleep(REPORT_PERIOD_S)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), REPORT_PERIOD_S)
-
-    async def _report(self, engine: MacEngine) -> None:
-        """One exchange with the router; what changes meanwhile goes into the next."""
-        self._changed.clear()
-        if not engine.is_ready or engine.kv is None:
-            return
-        if engine.epoch != self._joined_epoch:
-            await self._join(engine)
-            return
-        self._pending.add(engine.kv.take_events())
-        prefills, engine.prefill_observations = engine.prefill_observations, []
-        batches: tuple[bytes, ...] = ()
-        if self._pending:
-            batches = (pack(self._pending.take(self._mac, engine.epoch, self._seq)),)
-            self._seq += 1
-        report = MacReport(
-            self._mac, engine.epoch, batches, tuple((each.num_tokens, each.seconds) for each in prefills)
-        )
-        answer = await self._router("report", report)
-        if answer is ReportAnswer.RESYNC:
-            await self._send_snapshot(engine)
-        elif answer is ReportAnswer.JOIN:
-            self._joined_epoch = 0
-            self._changed.set()
-
-    async def _join(self, engine: MacEngine) -> None:
-        assert engine.root is not None
-        assert engine.kv is not None
-        info = MacInfo(
-            name=self._mac,
-            epoch=engine.epoch,
-            model=self._config.model.name,
-            root_hash=engine.root,
-            block_size=engine.kv.layout.block_size,
-            address=self._address,
-            max_model_len=engine.max_model_len,
-            num_blocks=engine.kv.layout.num_usable_blocks,
-        )
-        answer = await self._router("join", info, engine.tokenizer_digest)
-        if answer is ReportAnswer.RESYNC:
-            await self._send_snapshot(engine)
-        self._joined_epoch = info.epoch
-        self._failure = ""
-
-    async def _send_snapshot(self, engine: MacEngine) -> None:
-        """The whole set as of now; pending transitions are part of it."""
-        assert engine.kv is not None
-        epoch = engine.epoch
-        engine.kv.take_events()
-        self._pending.clear()
-        keys = pack_keys(engine.kv.snapshot())
-        if await self._router("load_snapshot", self._mac, epoch, self._seq, keys) is ReportAnswer.JOIN:
-            self._joined_epoch = 0
-            self._changed.set()

@@ -54,7 +54,7 @@ class PrefillObservation:
 
 
 class MacEngine:
-    """See the module. `on_events` is called after a step that changed what is cached, and at every new epoch."""
+    """See the module. `on_change` is called when the router should know soon: a request has ended, a new epoch begins."""
 
     def __init__(
         self, mac: str, config: MacConfig, model_folder: Path, log_path: Path, on_change: Callable[[], None]
@@ -133,7 +133,7 @@ class MacEngine:
         self._sinks.pop(request_id, None)
         if self.scheduler is not None and self.scheduler.abort(request_id):
             log.info("aborted request_id=%s", request_id)
-            self._publish()
+            self._on_change()
             self._pump()
 
     def _admit(self, message: node_pb2.Open) -> Update | None:
@@ -170,7 +170,7 @@ class MacEngine:
                 "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
                 *(self.mac, worker.pid, described.device, described.kernels, configured.kv_bytes, configure.num_blocks),
             )
-            self._publish()
+            self._on_change()
             self._pump()
             await self._exchange(call)
         except grpc.aio.AioRpcError as error:
@@ -267,7 +267,8 @@ class MacEngine:
         if num_prefill:
             self.prefill_observations.append(PrefillObservation(num_prefill, result.run_s))
         self._deliver(updates)
-        self._publish()
+        if any(update.finish is not None for update in updates):
+            self._on_change()
 
     def _deliver(self, updates: list[Update]) -> None:
         by_sink: dict[UpdateSink, list[node_pb2.Update]] = {}
@@ -281,16 +282,13 @@ class MacEngine:
         for sink, messages in by_sink.items():
             sink.deliver(messages)
 
-    def _publish(self) -> None:
-        self._on_change()
-
     def _forget_worker(self) -> None:
         """The KV is gone; requests are not: they are computed again by the next worker."""
         assert self.scheduler is not None
         self._plans = asyncio.Queue()
         self._prefill_tokens.clear()
         self.scheduler.worker_lost()
-        self._publish()
+        self._on_change()
 
     def _fail_all(self, error: CideryError) -> None:
         sinks, self._sinks = self._sinks, {}

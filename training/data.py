@@ -1,41 +1,21 @@
 """The training data: an endless, seeded stream of conversations that mix all skills.
 
-Every answer is computed or looked up, never sampled from a model. Owns the mixture weights only;
-the skills live in `numbers`, `facts`, `talk`, `memory` and `texts`.
+Every answer is computed or looked up, never sampled from a model. The
+weights live in `mixture`; the skills in `numbers`, `facts`, `talk`, `memory` and `texts`.
 
 Usage: `python -m training.data --count 3` prints a few conversations.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from training import facts, memory, numbers, tables, talk, texts
+from training import facts, memory, tables, talk, texts
 from training.chat import Conversation, Turn, capital_first, casual, made_up_word
+from training.mixture import EARLY, Mixture
 from training.split import Split
-
-Skill = Callable[[Random, Split], Turn]
-
-# How often each single-turn skill is drawn. Sums and recall weigh most: they are the hardest.
-SINGLE_TURN_WEIGHTS: tuple[tuple[Skill, float], ...] = (
-    (numbers.addition, 14),
-    (numbers.addition_drill, 7),
-    (numbers.subtraction, 6),
-    (numbers.multiplication, 4),
-    (numbers.out_of_range, 3),
-    (numbers.counting, 7),
-    (numbers.comparison, 3),
-    (numbers.parity, 1.5),
-    (facts.capital, 15),
-    (facts.unknown_capital, 1),
-    (texts.json_object, 10),
-    (talk.small_talk, 9),
-    (talk.fun, 2),
-    (talk.unknown, 11),
-)
-SMALL_FACT_WEIGHT = 24.0
 
 _SYSTEM_FORMS = (
     "You are {n}, a helpful assistant.", "You are {n}.", "Your name is {n}. You help people.",
@@ -67,12 +47,14 @@ _FILLER = (
 DEFAULT_IDENTITY = "I am Cidery Tiny, a very small language model."
 
 
-def conversation(rng: Random, split: Split = Split.TRAIN) -> Conversation:
+def conversation(rng: Random, mixture: Mixture = EARLY, split: Split = Split.TRAIN) -> Conversation:
     """Make one conversation of one to about eight turns."""
-    opening = _opening(rng, split)
-    segments = [_segment(rng, split) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4)))]
-    if rng.random() < 0.26:
-        segments = _with_recall(rng, split, opening.known, segments)
+    opening = _opening(rng, mixture, split)
+    segments = [_segment(rng, mixture, split) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4)))]
+    if rng.random() < mixture.with_recall:
+        segments = _with_recall(rng, mixture, split, opening.known, segments)
+    elif mixture.asks_untold and rng.random() < mixture.asks_untold:
+        segments.append([memory.recall_missing(rng, opening.known)])
     turns = [turn for segment in segments for turn in segment]
     for turn in opening.questions:
         turns.insert(rng.randint(0, len(turns)), turn)
@@ -81,11 +63,11 @@ def conversation(rng: Random, split: Split = Split.TRAIN) -> Conversation:
     return Conversation(opening.system, tuple(turns))
 
 
-def stream(seed: int) -> Iterator[Conversation]:
-    """Yield training conversations for ever; the same seed gives the same stream."""
+def stream(seed: int, mixture: Mixture = EARLY) -> Iterator[Conversation]:
+    """Yield training conversations for ever; the same seed and mixture give the same stream."""
     rng = Random(seed)
     while True:
-        yield _styled(rng, conversation(rng))
+        yield _styled(rng, conversation(rng, mixture))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +79,7 @@ class Opening:
     known: memory.Facts
 
 
-def _opening(rng: Random, split: Split) -> Opening:
+def _opening(rng: Random, mixture: Mixture, split: Split) -> Opening:
     """Choose a system prompt: none, a name, a task, a secret, a fact about the user, or filler."""
     roll = rng.random()
     if roll < 0.25:
@@ -111,7 +93,7 @@ def _opening(rng: Random, split: Split) -> Opening:
         parts, identity = [rng.choice(_SYSTEM_FORMS).format(n=name)], f"My name is {name}."
     if rng.random() < 0.22:
         questions.append(_identity(rng, identity))
-    if rng.random() < 0.3:
+    if rng.random() < mixture.secret:
         sentence, question = memory.system_secret(rng, split)
         parts.append(sentence)
         questions.append(question)
@@ -130,24 +112,24 @@ def _identity(rng: Random, answer: str) -> Turn:
     return Turn("identity", casual(rng, rng.choice(_NAME_QUESTIONS)), answer)
 
 
-def _segment(rng: Random, split: Split) -> list[Turn]:
+def _segment(rng: Random, mixture: Mixture, split: Split) -> list[Turn]:
     """Draw one stretch of a conversation: mostly one turn, sometimes a story or a chain of sums."""
     roll = rng.random()
-    if roll < 0.075:
+    if roll < mixture.story:
         return texts.story(rng, split)
     if roll < 0.16:
         return memory.sum_chain(rng, split)
-    skills = [skill for skill, _ in SINGLE_TURN_WEIGHTS]
-    weights = [weight for _, weight in SINGLE_TURN_WEIGHTS]
-    pick = rng.choices([*skills, None], [*weights, SMALL_FACT_WEIGHT])[0]
-    turn = (pick or rng.choice(facts.SMALL_FACTS))(rng, split)
+    skills, weights = zip(*mixture.skills, strict=True)
+    turn = rng.choices(skills, weights)[0](rng, split)
     if turn.skill == "capital" and rng.random() < 0.1:
         country = next(c for c in tables.CAPITALS if c in turn.assistant)
         return [turn, memory.asked_about(rng, facts.country_name(country))]
     return [turn]
 
 
-def _with_recall(rng: Random, split: Split, known: memory.Facts, segments: list[list[Turn]]) -> list[list[Turn]]:
+def _with_recall(
+    rng: Random, mixture: Mixture, split: Split, known: memory.Facts, segments: list[list[Turn]]
+) -> list[list[Turn]]:
     """Let the user tell facts at the start and ask for them between and after the segments."""
     told = memory.sample_facts(rng, split, rng.choice((1, 2, 2, 3, 4)), known)
     items = list(told.items())
@@ -159,7 +141,7 @@ def _with_recall(rng: Random, split: Split, known: memory.Facts, segments: list[
         else:
             opening.append([memory.tell(rng, *items.pop(0))])
     asked = [[memory.recall(rng, *item)] for item in told.items()]
-    if rng.random() < 0.2:
+    if rng.random() < mixture.asks_missing:
         asked.append([memory.recall_missing(rng, {**known, **told})])
     rest = [*segments[: rng.randint(0, 2)], *asked]
     rng.shuffle(rest)

@@ -12,6 +12,7 @@ from typing import Final
 
 from training import facts, memory, numbers, tables, talk, texts
 from training.chat import Conversation, Turn, capital_first, made_up_word
+from training.mixture import small_fact
 from training.split import Split
 
 HELD_OUT: Final = Split.HELD_OUT
@@ -99,10 +100,6 @@ def _unknown(rng: Random) -> Example:
     return Example(found.skill, found.messages, (talk.UNKNOWN, talk.CANNOT, talk.UNCLEAR))
 
 
-def _small_fact(rng: Random, split: Split) -> Turn:
-    return rng.choice(facts.SMALL_FACTS)(rng, split)
-
-
 # Skill, number of examples, generator, and whether the items were kept out of training. Where
 # they were not, the table is learned by heart and only wordings and chats vary.
 SKILLS: Final[Mapping[str, tuple[int, Callable[[Random], Example], bool]]] = {
@@ -121,7 +118,7 @@ SKILLS: Final[Mapping[str, tuple[int, Callable[[Random], Example], bool]]] = {
     "times tables": (100, _single("times tables", numbers.multiplication), False),
     "comparing numbers": (100, _single("comparing numbers", numbers.comparison), True),
     "even or odd": (20, _single("even or odd", numbers.parity), True),
-    "small facts": (150, _single("small facts", _small_fact), False),
+    "small facts": (150, _single("small facts", small_fact), False),
     "small talk": (100, _single("small talk", talk.small_talk), False),
     "must decline": (50, _single("must decline", numbers.out_of_range), False),
     "declines the unknown": (100, _unknown, False),

@@ -91,6 +91,14 @@ def subtraction(rng: Random, split: Split) -> Turn:
     return Turn("subtraction", text, f"{a} - {b} = {a - b}.")
 
 
+def subtraction_drill(rng: Random, split: Split) -> Turn:
+    """Ask for several differences at once."""
+    pairs = [subtraction_pair(rng, split) for _ in range(rng.randint(3, 9))]
+    listed = ", ".join(f"{a} - {b}" for a, b in pairs)
+    form = rng.choice(("Work out: {}", "Solve these: {}", "{}"))
+    return Turn("drill", form.format(listed), "\n".join(f"{a} - {b} = {a - b}" for a, b in pairs))
+
+
 def multiplication(rng: Random, split: Split) -> Turn:
     """Ask for a product from the times tables up to ten; a table is learned by heart, not split."""
     del split

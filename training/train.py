@@ -25,6 +25,7 @@ from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
 from training.data import stream
+from training.mixture import EARLY, LATE, Mixture
 from training.model import build_model, count_parameters, named_arrays, save_model
 from training.tokenizer import SPECIAL_TOKENS, Encoder, save_tokenizer, token_id, train_tokenizer
 
@@ -74,10 +75,9 @@ def make_batch(rows: Sequence[Row]) -> Batch:
     return Batch(mx.array(inputs), mx.array(positions), mx.array(targets))
 
 
-def pool_batches(encoder: Encoder, seed: int, pool: int, batch_tokens: int) -> Iterator[Batch]:
-    """Yield the batches of pool number `pool`; the pool alone decides what they hold."""
-    pool_seed = seed * 1_000_003 + pool
-    rows = encoder.encode_all(list(islice(stream(pool_seed), POOL_CONVERSATIONS)))
+def pool_batches(encoder: Encoder, pool_seed: int, mixture: Mixture, batch_tokens: int) -> Iterator[Batch]:
+    """Yield the batches of one pool; seed and mixture alone decide what they hold."""
+    rows = encoder.encode_all(list(islice(stream(pool_seed, mixture), POOL_CONVERSATIONS)))
     rows = sorted((row for row in rows if len(row[0]) <= MAX_TOKENS), key=lambda row: len(row[0]))
     groups: list[list[Row]] = [[]]
     for row in rows:
@@ -148,8 +148,7 @@ class Trainer:
         gradient: Gradient = value_and_grad(self.model, loss_fn)
         saved_s, average = self.progress.elapsed_s, math.nan
         while self._done() < 1.0:
-            batches = pool_batches(self._encoder, self._options.seed, self.progress.pool, self._options.batch_tokens)
-            for batch in batches:
+            for batch in self._next_pool():
                 if self._done() >= 1.0:
                     break
                 value = self._step(gradient, batch)
@@ -162,6 +161,12 @@ class Trainer:
                 self.save_checkpoint()
         self._report(average)
         self.save_checkpoint()
+
+    def _next_pool(self) -> Iterator[Batch]:
+        """Take the next pool, from the late mixture once the learning rate falls."""
+        mixture = EARLY if self._done() < 1.0 - DECAY_SHARE else LATE
+        pool_seed = self._options.seed * 1_000_003 + self.progress.pool
+        return pool_batches(self._encoder, pool_seed, mixture, self._options.batch_tokens)
 
     def _step(self, gradient: Gradient, batch: Batch) -> float:
         factor = rate_factor(self.progress.step, self._done())

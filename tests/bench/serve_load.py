@@ -52,14 +52,18 @@ class Chats:
     system: str
     opening: str
     conversations: list[list[str]]
+    # Every answer of this model begins with a space, which mlx_lm.server cuts off. Fed back without it, an answer is
+    # other tokens than those that were generated, and the peer would miss its cache.
+    restores_space: bool
 
 
 class Writer:
     """Makes prompts of a known number of tokens from words that are one token each."""
 
-    def __init__(self, words: Sequence[str], seed: str) -> None:
+    def __init__(self, words: Sequence[str], seed: str, *, restores_space: bool) -> None:
         self._words = words
         self._random = random.Random(seed)
+        self._restores_space = restores_space
 
     def text(self, num_tokens: int) -> str:
         """Random words; nothing that another text begins with."""
@@ -72,7 +76,7 @@ class Writer:
     def chats(self, num_conversations: int, num_turns: int) -> Chats:
         """Conversations that share the system prompt only."""
         turns = [[self.text(QUESTION_TOKENS) for _ in range(num_turns)] for _ in range(num_conversations)]
-        return Chats(self.text(SYSTEM_TOKENS), self.text(QUESTION_TOKENS), turns)
+        return Chats(self.text(SYSTEM_TOKENS), self.text(QUESTION_TOKENS), turns, self._restores_space)
 
 
 async def run_prompts(target: Target, prompts: Sequence[str], clients: int, max_tokens: int) -> list[Answer]:
@@ -106,7 +110,8 @@ async def run_chats(target: Target, chats: Chats, clients: int, max_tokens: int)
                 answer = await ask(target, messages, max_tokens)
                 answer.turn = turn
                 answers.append(answer)
-                messages.append({"role": "assistant", "content": answer.text})
+                text = f" {answer.text.lstrip()}" if chats.restores_space else answer.text
+                messages.append({"role": "assistant", "content": text})
 
     await _together(client() for _ in range(clients))
     return answers

@@ -12,15 +12,16 @@ from training import facts, memory, numbers, tables, texts
 from training.chat import Conversation, Turn
 from training.data import conversation, stream
 from training.examples import SKILLS, examples
+from training.mixture import EARLY, LATE
 from training.split import Split, draw, is_held_out
 
-NUM_CONVERSATIONS = 3000
+NUM_CONVERSATIONS = 1500
 SUM = re.compile(r"(\d+) ([+x-]) (\d+) = (\d+)")
 
 
 @pytest.fixture(scope="module")
 def sample() -> list[Conversation]:
-    return list(islice(stream(7), NUM_CONVERSATIONS))
+    return [*islice(stream(7, EARLY), NUM_CONVERSATIONS), *islice(stream(8, LATE), NUM_CONVERSATIONS)]
 
 
 def turns_of(found: list[Conversation], skill: str) -> list[Turn]:
@@ -189,4 +190,4 @@ def test_evaluation_covers_every_skill_and_repeats_itself() -> None:
 
 def test_conversations_of_the_held_out_side_are_valid() -> None:
     """The same mixture can be drawn from held-out items."""
-    assert all(conversation(Random(n), Split.HELD_OUT).turns for n in range(100))
+    assert all(conversation(Random(n), split=Split.HELD_OUT).turns for n in range(100))
