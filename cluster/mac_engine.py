@@ -54,7 +54,7 @@ class PrefillObservation:
 
 
 class MacEngine:
-    """See the module. `on_change` is called when the router should know soon: a request has ended, a new epoch begins."""
+    """See the module. `on_change` is called when the router should know soon: a request ended, an epoch began."""
 
     def __init__(
         self, mac: str, config: MacConfig, model_folder: Path, log_path: Path, on_change: Callable[[], None]
