@@ -165,3 +165,18 @@ def _defined_symbols(library: bytes) -> list[str]:
 
 def _name(library: bytes, at: int) -> str:
     return library[at : library.index(b"\0", at)].decode()
+
+
+def main() -> int:
+    """Prepare the library and say what came of it: the set-up's last step."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    path = load()
+    if path is not None:
+        logger.info("fast BLAS for MLX: %s", path)
+    elif sys.platform == "linux":
+        logger.warning("cidery will work, but slowly; installing OpenBLAS (libopenblas0 or alike) helps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,6 +9,7 @@ figures are. See README.md beside it.
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -221,6 +222,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Command line."""
     options = _parse()
+    # Whoever ends us, the servers end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run(options)
     except (serve_servers.ServerFailed, ExceptionGroup, serve_load.RequestFailed, TimeoutError) as error:
