@@ -136,12 +136,12 @@ def examples(seed: int, share: float = 1.0) -> Iterator[Example]:
 
 
 def _distinct(rng: Random, make: Callable[[Random], Example]) -> Iterator[Example]:
-    """Yield examples with different questions, until a hundred tries in a row bring nothing new."""
+    """Yield different examples, until a hundred tries in a row bring nothing new."""
     seen: set[tuple[str, ...]] = set()
     misses = 0
     while misses < 100:
         found = make(rng)
-        asked = tuple(message["content"] for message in found.messages if message["role"] == "user")
+        asked = tuple(message["content"] for message in found.messages)
         misses = misses + 1 if asked in seen else 0
         if asked not in seen:
             seen.add(asked)
