@@ -143,7 +143,7 @@ class MacEngine:
         if message.root_hash != self.root:
             raise InvalidRequest("root_hash", f"the gateway's model, tokenizer or block size differs from {self.mac}'s")
         request = wire.request_from_open(message, self.described.eos_token_ids)
-        largest = max((*request.token_ids, *request.stop_token_ids), default=0)
+        largest = max(request.token_ids, default=0)
         if largest >= self.described.vocab_size:
             raise InvalidRequest("prompt", f"token ids must be below {self.described.vocab_size}, got {largest}")
         try:

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from worker.batch import Batch
+from worker.cascade import cascade_attention
 from worker.errors import UnsupportedModelError
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
@@ -100,6 +101,8 @@ class PagedCache:
         key_pool, value_pool = tensors.keys[self._layer], tensors.values[self._layer]
         num_kv_heads = tensors.layers[self._layer].num_kv_heads
         kernels = self._step.kernels
+        if batch.shared is not None:
+            return cascade_attention(queries, key_pool, value_pool, batch, num_kv_heads, scale)
         outputs = []
         for group in batch.decode_groups:
             rows = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]

@@ -6,7 +6,7 @@ prefill has. For a few numbers the count of operations decides, and MLX's own fu
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -30,8 +30,33 @@ def is_available() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+class Part(NamedTuple):
+    """Attention over some of the keys, not yet divided by its sum, so that parts over other keys can be merged in.
+
+    `top` is the largest score in base 2, `total` the sum of the weights relative to it; both end in an axis of one.
+    """
+
+    output: mx.array
+    top: mx.array
+    total: mx.array
+
+
 def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
-    """What `mx.fast.scaled_dot_product_attention` computes, in float32.
+    """What `mx.fast.scaled_dot_product_attention` computes, in float32. Shapes as `attend_part`."""
+    part = attend_part(queries, keys, values, scale, mask)
+    return part.output / part.total
+
+
+def merge(one: Part, other: Part) -> mx.array:
+    """Attention over the keys of both parts, which have the same shapes."""
+    top = mx.maximum(one.top, other.top)
+    one_share, other_share = exp2(one.top - top), exp2(other.top - top)
+    total = one.total * one_share + other.total * other_share
+    return (one.output * one_share + other.output * other_share) / total
+
+
+def attend_part(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> Part:
+    """Attention that can be merged with attention over other keys.
 
     Shapes: queries `[rows, heads, num_queries, head_dim]`, keys and values `[rows, num_kv_heads, num_keys, head_dim]`.
     `mask` is "causal", queries aligned with the last keys, or boolean, broadcast to `[rows, heads, queries, keys]`.
@@ -48,9 +73,14 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float, ma
         else:
             masked = mx.where(mask, by_head, _MASKED)
         scores = masked.reshape(scores.shape)
-    weights = exp2(scores - scores.max(axis=-1, keepdims=True))
-    output = (weights @ values) / weights.sum(axis=-1, keepdims=True)
-    return output.reshape(queries.shape)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = exp2(scores - top)
+    by_query = (*queries.shape[:3], 1)
+    return Part(
+        (weights @ values).reshape(queries.shape),
+        top.reshape(by_query),
+        weights.sum(axis=-1, keepdims=True).reshape(by_query),
+    )
 
 
 def exp2(exponents: mx.array) -> mx.array:

@@ -28,12 +28,15 @@ def paged_decode(
 ) -> mx.array:
     """One query a row over the row's blocks. Shapes: queries and result `[rows, num_heads, 1, head_dim]`."""
     index = group.gather_index(num_kv_heads)
+    # A mask is cheaper than cutting the keys, which would make them strided and have attention copy them.
+    keys, values = gather(key_pool, index), gather(value_pool, index)
+    return _attention(by_kv_head(queries, num_kv_heads), keys, values, scale, group.mask).reshape(queries.shape)
+
+
+def by_kv_head(queries: mx.array, num_kv_heads: int) -> mx.array:
+    """`[rows, num_heads, 1, head_dim]` with the heads that share a KV head as its rows: no broadcast is left."""
     rows, num_heads, _, head_dim = queries.shape
-    # The query heads that share a KV head go as its rows: attention then has nothing to broadcast. A mask is cheaper
-    # than cutting the keys, which would make them strided and have attention copy them.
-    grouped = queries.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    output = _attention(grouped, _gather(key_pool, index), _gather(value_pool, index), scale, group.mask)
-    return output.reshape(rows, num_heads, 1, head_dim)
+    return queries.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
 
 def paged_prefill(
@@ -41,8 +44,8 @@ def paged_prefill(
 ) -> mx.array:
     """The last tokens of a context over all of it. Shapes: queries and result `[1, num_heads, tokens, head_dim]`."""
     index = span.gather_index(num_kv_heads)
-    keys, values = _gather(key_pool, index), _gather(value_pool, index)
-    return causal(queries, keys[:, :, : span.end], values[:, :, : span.end], scale)
+    keys, values = gather(key_pool, index), gather(value_pool, index)
+    return causal(queries, keys[:, :, : span.num_keys], values[:, :, : span.num_keys], scale)
 
 
 def causal(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -69,8 +72,8 @@ def _attention(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
-def _gather(pool: mx.array, index: mx.array) -> mx.array:
-    """`[rows, num_kv_heads, num_tokens, head_dim]` in one copy, ready for attention."""
+def gather(pool: mx.array, index: mx.array) -> mx.array:
+    """Blocks of one pool by `gather_index`, in one copy: `[rows, num_kv_heads, num_tokens, head_dim]`."""
     rows, num_kv_heads, num_blocks = index.shape
     _, block_size, head_dim = pool.shape
     return pool[index].reshape(rows, num_kv_heads, num_blocks * block_size, head_dim)

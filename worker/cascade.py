@@ -1,0 +1,92 @@
+"""Attention over a prefix that several sequences of a step share, read once for all of them.
+
+On a CPU each row otherwise gathers its own copy of every block, so sixteen chats with one long system prompt would copy
+and multiply it sixteen times. Here the rows of all sharers meet the shared keys in one product, each row's own keys
+come apart, and the two halves are merged by their softmax sums, as flash attention merges tiles (Hydragen and cascade
+attention do the same on GPUs). Computed in float32, whatever the pools hold.
+"""
+
+import mlx.core as mx
+
+from worker import cpu_math
+from worker.batch import Batch, DecodeGroup, PrefillSpan
+from worker.cpu_math import Part
+from worker.metal import twins
+
+# What one layer attends with: keys, values.
+Pools = tuple[mx.array, mx.array]
+
+
+def cascade_attention(
+    queries: mx.array, key_pool: mx.array, value_pool: mx.array, batch: Batch, num_kv_heads: int, scale: float
+) -> mx.array:
+    """Attention of a whole step whose batch has a shared prefix. Shapes: `[num_tokens, num_heads, 1, head_dim]`."""
+    pools, dtype = (key_pool, value_pool), queries.dtype
+    queries = queries.astype(mx.float32)
+    sharing: list[tuple[int, int, Part]] = []
+    outputs: dict[int, mx.array] = {}
+    for group in batch.decode_groups:
+        rows = queries[group.first : group.last]
+        if group.is_sharing:
+            sharing.append((group.first, group.last, _decode_part(rows, pools, group, num_kv_heads, scale)))
+        else:
+            outputs[group.first] = twins.paged_decode(rows, *pools, group, num_kv_heads, scale)
+    for span in batch.prefills:
+        rows = queries[span.first : span.last].transpose(2, 1, 0, 3)
+        if span.is_sharing:
+            sharing.append((span.first, span.last, _prefill_part(rows, pools, span, num_kv_heads, scale)))
+        else:
+            output = twins.paged_prefill(rows, *pools, span, num_kv_heads, scale)
+            outputs[span.first] = output.transpose(2, 1, 0, 3)
+    outputs |= _merged(queries, pools, batch, sharing, num_kv_heads, scale)
+    return mx.concatenate([outputs[first].astype(dtype) for first in sorted(outputs)])
+
+
+def _merged(
+    queries: mx.array,
+    pools: Pools,
+    batch: Batch,
+    sharing: list[tuple[int, int, Part]],
+    num_kv_heads: int,
+    scale: float,
+) -> dict[int, mx.array]:
+    """The sharers' attention by first row: what each has of its own, merged with the shared part of all of them."""
+    assert batch.shared is not None
+    index = batch.shared.gather_index(num_kv_heads)
+    keys, values = (_gather(pool, index) for pool in pools)
+    is_whole = sum(last - first for first, last, _ in sharing) == batch.num_tokens
+    rows = queries if is_whole else mx.concatenate([queries[first:last] for first, last, _ in sharing])
+    shared = _by_row(cpu_math.attend_part(rows.transpose(2, 1, 0, 3), keys, values, scale, None))
+    own = Part(*(mx.concatenate(list(arrays)) for arrays in zip(*(part for *_, part in sharing), strict=True)))
+    merged = cpu_math.merge(shared, own)
+    if is_whole:
+        return {0: merged}
+    ends = [last - first for first, last, _ in sharing]
+    starts = [sum(ends[:place]) for place in range(len(ends))]
+    return {
+        first: merged[start : start + length]
+        for (first, _, _), start, length in zip(sharing, starts, ends, strict=True)
+    }
+
+
+def _decode_part(queries: mx.array, pools: Pools, group: DecodeGroup, num_kv_heads: int, scale: float) -> Part:
+    index = group.gather_index(num_kv_heads)
+    keys, values = (_gather(pool, index) for pool in pools)
+    part = cpu_math.attend_part(twins.by_kv_head(queries, num_kv_heads), keys, values, scale, group.mask)
+    by_row = (*queries.shape[:3], 1)
+    return Part(part.output.reshape(queries.shape), part.top.reshape(by_row), part.total.reshape(by_row))
+
+
+def _prefill_part(queries: mx.array, pools: Pools, span: PrefillSpan, num_kv_heads: int, scale: float) -> Part:
+    index = span.gather_index(num_kv_heads)
+    keys, values = (_gather(pool, index)[:, :, : span.num_keys] for pool in pools)
+    return _by_row(cpu_math.attend_part(queries, keys, values, scale, "causal"))
+
+
+def _gather(pool: mx.array, index: mx.array) -> mx.array:
+    return twins.gather(pool, index).astype(mx.float32)
+
+
+def _by_row(part: Part) -> Part:
+    """A part of shape `[1, num_heads, num_rows, …]` as `[num_rows, num_heads, 1, …]`."""
+    return Part(*(array.transpose(2, 1, 0, 3) for array in part))
