@@ -142,9 +142,12 @@ def require_free_ports(config: GatewayConfig) -> None:
 def _listen(host: str, port: int, option: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise StartupFailed(f"{host}:{port} can't be bound ({error.strerror}); give another {option}") from error
+    # Inherited by each connection: a chunk of a stream must not wait for the acknowledgement of the one before.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 @contextmanager

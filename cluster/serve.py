@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 from rich.console import Console
 
 from cluster.config import GatewayConfig, ModelConfig
@@ -43,7 +44,7 @@ def run(config: ServeConfig, console: Console) -> None:
     try:
         with console.status("starting …"):
             fleet.start(console.print)
-        asyncio.run(_serve(config, fleet, console))
+        uvloop.run(_serve(config, fleet, console))
     finally:
         fleet.stop()
 

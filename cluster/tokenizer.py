@@ -11,6 +11,7 @@ import jinja2
 
 from cluster.errors import InvalidRequest, StartupFailed
 from cluster.model_files import tokenizer_digest
+from cluster.piece_encoder import PieceEncoder
 
 Message = Mapping[str, str]
 
@@ -52,6 +53,7 @@ class Tokenizer:
             raise StartupFailed(f"tokenizer: {folder} has no tokenizer.json form, which offsets and streaming need")
         self._core = self._hf.backend_tokenizer
         self._is_byte_level = "ByteLevel" in str(self._core.decoder)
+        self._encoder = PieceEncoder(self._core)
         self.digest = tokenizer_digest(folder)
         self.vocab_size = int(self._core.get_vocab_size(with_added_tokens=True))
         self.has_chat_template = bool(self._hf.chat_template)
@@ -72,8 +74,8 @@ class Tokenizer:
         for index, message in enumerate(messages):
             _checked(message["content"], f"messages[{index}].content")
         full = self._render(messages, add_generation_prompt=True)
-        encoding = self._core.encode(full, add_special_tokens=False)
-        return Prompt(tuple(encoding.ids), self._boundaries(messages, full, encoding))
+        token_ids, starts = self._encoder.encode(full)
+        return Prompt(tuple(token_ids), self._boundaries(messages, full, starts))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out; incomplete characters become U+FFFD."""
@@ -104,8 +106,8 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
 
-    def _boundaries(self, messages: Sequence[Message], full: str, encoding: Any) -> tuple[int, ...]:
-        starts = [start for start, _ in encoding.offsets]
+    def _boundaries(self, messages: Sequence[Message], full: str, starts: Sequence[int]) -> tuple[int, ...]:
+        """`starts` are the characters at which the tokens of `full` start."""
         ends: list[int] = []
         for count in range(1, len(messages) + 1):
             try:

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster import piece_encoder
 from cluster.config import bundled_model
 from cluster.errors import InvalidRequest
+from cluster.piece_encoder import PieceEncoder
 from cluster.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 TOKENIZER = Tokenizer(Path(bundled_model()))
@@ -106,3 +108,39 @@ def test_an_empty_conversation_is_refused():
 def test_bytes_of_tokens_add_up_to_the_text(text):
     tokens = TOKENIZER.encode(text).token_ids
     assert b"".join(TOKENIZER.token_bytes(token) for token in tokens) == text.encode()
+
+
+SPECIALS = [token.content for token in TOKENIZER._core.get_added_tokens_decoder().values()]
+
+
+@given(st.lists(st.text(max_size=12) | st.sampled_from(SPECIALS), max_size=8).map("".join))
+@settings(deadline=None, max_examples=300)
+def test_pieces_give_the_tokens_of_the_whole_text(text):
+    """Encoded piece by piece, for the first time and from what is kept, as the tokenizer encodes the whole."""
+    whole = TOKENIZER._core.encode(text, add_special_tokens=False)
+    for _ in range(2):
+        token_ids, starts = TOKENIZER._encoder.encode(text)
+        assert token_ids == whole.ids
+        assert starts == [start for start, _ in whole.offsets]
+
+
+def test_a_tokenizer_that_minds_the_beginning_of_a_text_is_asked_for_the_whole():
+    """As SentencePiece's, which put a space in front of the first word."""
+    from tokenizers import AddedToken, models, pre_tokenizers
+    from tokenizers import Tokenizer as Core
+
+    core = Core(models.BPE({"a": 0, "▁": 1}, []))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.add_special_tokens([AddedToken("<s>", special=True)])
+    encoder = PieceEncoder(core)
+    for text in ("a<s>a", "<s>a a", "a"):
+        whole = core.encode(text, add_special_tokens=False)
+        assert encoder.encode(text) == (whole.ids, [start for start, _ in whole.offsets])
+
+
+def test_what_is_kept_of_pieces_is_bounded(monkeypatch):
+    monkeypatch.setattr(piece_encoder, "_MAX_CACHED_CHARACTERS", 100)
+    encoder = PieceEncoder(TOKENIZER._core)
+    for number in range(50):
+        encoder.encode(f"{number:030d}")
+        assert sum(map(len, encoder._cached)) == encoder._num_characters <= 100
