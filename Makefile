@@ -29,7 +29,7 @@ protos: $(VENV)/.installed-dev
 	  $(shell find protos -name '*.proto' | sort)
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python tests/bench/bench_serve.py $(ARGS)
+	$(BIN)/python -m tests.bench.bench_serve $(ARGS)
 
 clean:
 	rm -rf $(VENV)
