@@ -54,6 +54,7 @@ class Gateway:
         self._conductor = Conductor(self._router, self._metrics)
         self._admin = AdminServicer(self._router, self._models)
         self._health = health_aio.HealthServicer()
+        self._broken = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Addresses]:
@@ -67,6 +68,8 @@ class Gateway:
         await grpc_server.start()
         http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
         tasks = [asyncio.create_task(self._refresh_forever()), asyncio.create_task(self._conductor.run_notes())]
+        for task in tasks:
+            task.add_done_callback(self._note_broken)
         try:
             http_port = http_socket.getsockname()[1]
             yield Addresses(f"{self._config.host}:{grpc_port}", f"http://{self._config.host}:{http_port}")
@@ -87,6 +90,15 @@ class Gateway:
         for service in ("", _INFERENCE.full_name, _ADMIN.full_name):
             await self._health.set(service, state)
         return is_ready
+
+    async def broken(self) -> None:
+        """Returns when the gateway can't go on: one of its tasks has failed, which is in the log."""
+        await self._broken.wait()
+
+    def _note_broken(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled():
+            log.critical("task failed, the gateway can't go on", exc_info=task.exception())
+            self._broken.set()
 
     async def _refresh_forever(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -53,7 +54,10 @@ class HttpServer:
             ("POST", "/admin/drain", self.drain),
             ("POST", "/admin/resume", self.resume),
         )
-        return Starlette(routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes])
+        return Starlette(
+            routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes],
+            exception_handlers={HTTPException: _no_such_route},
+        )
 
     async def health(self, request: Request) -> Response:
         """200 once a model can be used, else 503."""
@@ -237,6 +241,14 @@ async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, in the shape of all other errors."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_such_route"}}
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 def _answering(handle: Endpoint) -> Endpoint:

@@ -20,6 +20,7 @@ from cluster.model_files import find_model
 from cluster.ray_calls import router
 from cluster.reporter import Reporter
 from cluster.scheduling.scheduler import SchedulerStats
+from cluster.vital import run_or_exit
 from protos.cidery.node.v1 import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -55,18 +56,23 @@ class ManagerStatus:
 
 
 class GatewayStream:
-    """The way back to one gateway."""
+    """The way back to one gateway; `task` is the call that carries it."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: "asyncio.Task[Any]") -> None:
         self.messages: asyncio.Queue[node_pb2.ConnectResponse] = asyncio.Queue(_MAX_STREAM_BACKLOG)
         self.request_ids: set[str] = set()
+        self._task = task
 
     def deliver(self, updates: list[node_pb2.Update]) -> None:
-        """One message a step. Raises asyncio.QueueFull when the gateway doesn't read."""
+        """One message a step. A gateway that doesn't read loses its stream, and with it its requests."""
         for update in updates:
             if update.finish_reason or update.HasField("failure"):
                 self.request_ids.discard(update.request_id)
-        self.messages.put_nowait(node_pb2.ConnectResponse(updates=updates))
+        try:
+            self.messages.put_nowait(node_pb2.ConnectResponse(updates=updates))
+        except asyncio.QueueFull:
+            log.error("gateway does not read messages=%d: ending its stream", _MAX_STREAM_BACKLOG)
+            self._task.cancel()
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
@@ -79,7 +85,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, requests: AsyncIterator[node_pb2.ConnectRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[node_pb2.ConnectResponse]:
         """See node.proto."""
-        stream = GatewayStream()
+        task = asyncio.current_task()
+        assert task is not None
+        stream = GatewayStream(task)
         reader = asyncio.create_task(self._read(requests, stream))
         try:
             while True:
@@ -112,7 +120,7 @@ class KVManager:
         self._address = ""
         self._failure = ""
         self._reporter: Reporter | None = None
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = run_or_exit(self._run(), "kv-manager")
 
     async def status(self) -> ManagerStatus:
         """Answers in every phase."""
@@ -170,7 +178,7 @@ class KVManager:
             node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(self._engine), server)
             self._address = f"{self._host}:{server.add_insecure_port(f'{self._host}:0')}"
             await server.start()
-            reports = asyncio.create_task(reporter.run(self._engine, self._address))
+            reports = run_or_exit(reporter.run(self._engine, self._address), "reporter")
             try:
                 await self._engine.supervise()
             finally:

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_PLANS_IN_FLIGHT = 2
 _RESTART_PAUSE_S = 1.0
 _MAX_FAILED_STARTS = 3
+_MAX_LOSSES = 3
 
 
 class UpdateSink(Protocol):
@@ -69,6 +70,8 @@ class MacEngine:
         self._plans: asyncio.Queue[StepPlan] = asyncio.Queue()
         self._prefill_tokens: dict[int, int] = {}  # of plans in flight, by step_id
         self._sinks: dict[str, UpdateSink] = {}
+        # Worker losses that each live request has been through.
+        self._num_losses: dict[str, int] = {}
         self._is_running = False
         self.described: worker_pb2.DescribeResponse | None = None
         self.scheduler: Scheduler | None = None
@@ -164,7 +167,10 @@ class MacEngine:
             configure = self._prepare(described)
             call = worker.stub.Run()
             await call.write(worker_pb2.RunRequest(configure=configure))
-            configured = (await call.read()).configured
+            answer = await call.read()
+            if answer is grpc.aio.EOF:
+                raise StartupFailed(f"{self.mac}: the worker closed its stream before it was configured")
+            configured = answer.configured
             self._is_running = True
             log.info(
                 "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
@@ -288,7 +294,18 @@ class MacEngine:
         self._plans = asyncio.Queue()
         self._prefill_tokens.clear()
         self.scheduler.worker_lost()
+        self._give_up_on_killers()
         self._on_change()
+
+    def _give_up_on_killers(self) -> None:
+        """A request that was there at every one of three losses is taken for their cause."""
+        self._num_losses = {request_id: self._num_losses.get(request_id, 0) + 1 for request_id in self._sinks}
+        for request_id, num_losses in self._num_losses.items():
+            if num_losses >= _MAX_LOSSES:
+                sink = self._sinks[request_id]
+                self.abort(request_id)
+                error = CideryError(f"the worker of {self.mac} died {num_losses} times while it ran this request")
+                sink.deliver([wire.failure_to_proto(request_id, error)])
 
     def _fail_all(self, error: CideryError) -> None:
         sinks, self._sinks = self._sinks, {}

@@ -16,6 +16,7 @@ from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, 
 from cluster.routing.index import Applied, IndexStats
 from cluster.routing.mac import MacInfo, MacStatus
 from cluster.routing.router import Decision, RouteQuery, Router
+from cluster.vital import run_or_exit
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class RouterActor:
         self._router = Router()
         self._tokenizers: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._ticker = run_or_exit(self._tick(), "router-ticker")
 
     async def ping(self) -> None:
         """Answers once the actor is up."""
@@ -100,6 +101,7 @@ class RouterActor:
     async def leave(self, mac: str, epoch: int) -> None:
         """The Mac's manager is shutting down."""
         self._router.leave(mac, epoch)
+        self._heard_s.pop(mac, None)
 
     async def lost(self, mac: str, epoch: int) -> None:
         """A gateway's stream to this incarnation broke; the Mac's own report takes it back if it lives."""

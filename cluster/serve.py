@@ -15,6 +15,7 @@ import uvloop
 from rich.console import Console
 
 from cluster.config import GatewayConfig, ModelConfig
+from cluster.errors import StartupFailed
 from cluster.fleet import Fleet, FleetConfig
 from cluster.gateway import Addresses, Gateway, require_free_ports
 from cluster.model_files import find_model
@@ -61,7 +62,8 @@ async def _serve(config: ServeConfig, fleet: Fleet, console: Console) -> None:
             click.echo(_welcome(config, addresses), err=True)  # not rich: a pasted command must not be wrapped
             if config.prints_json:
                 click.echo(json.dumps({"http": addresses.http, "grpc": addresses.grpc, "macs": fleet.macs}))
-            await stop.wait()
+            if await _unless_stopped(stop, gateway.broken()):
+                raise StartupFailed("the gateway failed; its log says why")
             console.print("stopping")
 
 

@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 import grpc
 import pytest
 
-from cluster import wire
+from cluster import kv_manager, wire
 from cluster.errors import MacLost, Overloaded
 from cluster.kv.hashing import BlockHash
 from cluster.kv_manager import NodeServicer
@@ -165,3 +165,15 @@ async def test_a_broken_link_is_replaced_and_its_mac_reported_lost():
     assert lost == [("mac-1", 7)]
     assert links.get(decision) is not link
     await links.close()
+
+
+async def test_a_gateway_that_does_not_read_loses_its_stream_and_nobody_else_notices(monkeypatch):
+    monkeypatch.setattr(kv_manager, "_MAX_STREAM_BACKLOG", 3)
+    task = asyncio.create_task(asyncio.sleep(60))
+    stream = kv_manager.GatewayStream(task)
+    update = wire.update_to_proto(Update("a", (1,), (), None, num_cached_tokens=0, queue_s=0.0))
+    for _ in range(5):
+        stream.deliver([update])
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stream.messages.qsize() == 3

@@ -134,3 +134,22 @@ def test_a_killed_router_learns_the_fleet_anew(fleet):
     assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
     decision = fleet.client.get("/admin/explain", params={"request_id": third["id"]}).json()
     assert {each["mac"]: each["num_matched_tokens"] for each in decision["candidates"]}[decision["chosen"]] == 192
+
+
+def test_a_request_that_kills_every_worker_is_given_up(fleet):
+    """Else it would keep the Mac from everyone for ever."""
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
+    kills, error = {20, 60, 100}, None
+    with fleet.client.stream("POST", "/v1/completions", json=body) as response:
+        for number, line in enumerate(response.iter_lines()):
+            if number // 2 in kills and number % 2 == 0:  # an event and an empty line
+                busy = wait_for(
+                    lambda: next((m for m in fleet.fleet().values() if m["scheduling"]["num_running"]), None)
+                )
+                os.kill(busy["worker_pid"], signal.SIGKILL)
+            if '"error"' in line:
+                error = json.loads(line.removeprefix("data: "))["error"]
+    assert error is not None
+    assert "died 3 times while it ran this request" in error["message"]
+    wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
+    assert fleet.complete("Hello", max_tokens=2)["usage"]["completion_tokens"] >= 1
