@@ -130,6 +130,7 @@ class Worker:
         while True:
             event = self._inbox.get()
             if isinstance(event, Stop):
+                self._end_streams()
                 return event.reason
             if isinstance(event, Opened):
                 self._open(event.stream)
@@ -140,6 +141,15 @@ class Worker:
                 self._handle(event.stream, event.message)
             else:
                 self._close(None)
+
+    def _end_streams(self) -> None:
+        """Each open call has a thread that waits for its outbox, and the process can't end before they do."""
+        if self._stream is not None:
+            self._close(None)
+        while not self._inbox.empty():
+            event = self._inbox.get()
+            if isinstance(event, Opened):
+                event.stream.outbox.put(None)
 
     def _open(self, stream: Stream) -> None:
         if self._stream is not None and self._stream.is_active:

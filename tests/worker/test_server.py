@@ -236,6 +236,17 @@ def test_failing_step_ends_the_stream_with_internal_and_a_traceback(caplog):
     assert "Traceback" in caplog.text
 
 
+def test_every_open_call_ends_with_the_worker():
+    """A thread that waits for the next result would keep the process from ending."""
+    inbox, engine = Inbox(), FailingEngine()
+    served, late = Stream(OpenContext()), Stream(OpenContext())
+    for event in (Opened(served), Stop("done"), Opened(late)):
+        inbox.put(event)
+    assert Worker(engine, inbox).run() == "done"
+    assert served.outbox.get(timeout=1) is None
+    assert late.outbox.get(timeout=1) is None
+
+
 def test_worker_ends_when_its_parent_dies(model_dir, tmp_path):
     """Standard input closes with the parent, in the middle of a stream too."""
     worker = WorkerProcess(model_dir, tmp_path / "w")
