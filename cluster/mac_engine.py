@@ -7,12 +7,10 @@ read before an await and written after it.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-import grpc
 
 from cluster import wire
 from cluster.config import MacConfig
@@ -24,7 +22,6 @@ from cluster.mac_memory import kv_budget_bytes, layer_specs
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
-from cluster.scheduling.plan import StepPlan
 from cluster.scheduling.request import Update
 from cluster.scheduling.scheduler import Scheduler
 from cluster.worker_process import WorkerProcess
@@ -67,13 +64,12 @@ class MacEngine:
         self._on_change = on_change
         self._digests = (model_digest(model_folder), tokenizer_digest(model_folder))
         self._worker: WorkerProcess | None = None
-        self._plans: asyncio.Queue[StepPlan] = asyncio.Queue()
         self._prefill_tokens: dict[int, int] = {}  # of plans in flight, by step_id
         self._sinks: dict[str, UpdateSink] = {}
         # Worker losses that each live request has been through.
         self._num_losses: dict[str, int] = {}
         self._is_running = False
-        self.described: worker_pb2.DescribeResponse | None = None
+        self.described: worker_pb2.Description | None = None
         self.scheduler: Scheduler | None = None
         self.kv: KVCacheManager | None = None
         self.root: BlockHash | None = None
@@ -163,24 +159,22 @@ class MacEngine:
         worker = await WorkerProcess.start(self._config.model, self._folder, self._log_path)
         self._worker = worker
         try:
-            described = await worker.describe()
+            described = await worker.connect()
             configure = self._prepare(described)
-            call = worker.stub.Run()
-            await call.write(worker_pb2.RunRequest(configure=configure))
-            answer = await call.read()
-            if answer is grpc.aio.EOF:
-                raise StartupFailed(f"{self.mac}: the worker closed its stream before it was configured")
-            configured = answer.configured
+            worker.send(worker_pb2.ManagerMessage(configure=configure))
+            answer = await worker.receive()
+            if answer is None or answer.HasField("failure"):
+                reason = "it ended" if answer is None else answer.failure.message
+                raise StartupFailed(f"{self.mac}: the worker could not be configured: {reason}\n{worker.log_tail()}")
             self._is_running = True
             log.info(
                 "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
-                *(self.mac, worker.pid, described.device, described.kernels, configured.kv_bytes, configure.num_blocks),
+                *(self.mac, worker.pid, described.device, described.kernels),
+                *(answer.configured.kv_bytes, configure.num_blocks),
             )
             self._on_change()
             self._pump()
-            await self._exchange(call)
-        except grpc.aio.AioRpcError as error:
-            log.error("worker stream broke mac=%s code=%s details=%s", self.mac, error.code(), error.details())
+            await self._take_results(worker)
         except refusals.ProtocolError as error:
             log.error("worker and scheduler have parted mac=%s error=%s: restarting the worker", self.mac, error)
         finally:
@@ -191,21 +185,15 @@ class MacEngine:
                 log.warning("worker lost mac=%s pid=%d; its log ends:\n%s", self.mac, worker.pid, worker.log_tail())
                 self._forget_worker()
 
-    async def _exchange(self, call: grpc.aio.StreamStreamCall) -> None:
-        """Plans down, results up, until the stream ends."""
-        sender = asyncio.create_task(self._send_plans(call))
-        try:
-            async for message in _messages(call):
-                self._apply(message.result)
-        finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
+    async def _take_results(self, worker: WorkerProcess) -> None:
+        """Results of plans, until the worker fails or is gone."""
+        while (message := await worker.receive()) is not None:
+            if message.HasField("failure"):
+                log.error("worker failed mac=%s error=%s", self.mac, message.failure.message)
+                return
+            self._apply(message.result)
 
-    async def _send_plans(self, call: grpc.aio.StreamStreamCall) -> None:
-        while True:
-            await call.write(wire.plan_to_proto(await self._plans.get()))
-
-    def _prepare(self, described: worker_pb2.DescribeResponse) -> worker_pb2.Configure:
+    def _prepare(self, described: worker_pb2.Description) -> worker_pb2.Configure:
         """Sizes the KV cache the first time; a restarted worker must match what the scheduler already works with."""
         if self.scheduler is None:
             self._plan_memory(described)
@@ -220,7 +208,7 @@ class MacEngine:
             block_size=self._config.kv.block_size_tokens, num_blocks=self.kv.layout.num_blocks, root_hash=self.root
         )
 
-    def _plan_memory(self, described: worker_pb2.DescribeResponse) -> None:
+    def _plan_memory(self, described: worker_pb2.Description) -> None:
         config = self._config
         self.max_model_len = min(config.model.max_model_len or described.max_model_len, described.max_model_len)
         try:
@@ -252,14 +240,14 @@ class MacEngine:
 
     def _pump(self) -> None:
         """Keeps one plan running and one queued behind it, as far as there is work."""
-        if not self._is_running or self.scheduler is None:
+        if not self._is_running or self.scheduler is None or self._worker is None:
             return
         while len(self._prefill_tokens) < MAX_PLANS_IN_FLIGHT:
             plan = self.scheduler.schedule(time.monotonic())
             if plan is None:
                 return
             self._prefill_tokens[plan.step_id] = sum(part.num_tokens for part in plan.slices if part.num_tokens > 1)
-            self._plans.put_nowait(plan)
+            self._worker.send(wire.plan_to_proto(plan))
 
     def _apply(self, message: worker_pb2.StepResult) -> None:
         assert self.scheduler is not None
@@ -291,7 +279,6 @@ class MacEngine:
     def _forget_worker(self) -> None:
         """The KV is gone; requests are not: they are computed again by the next worker."""
         assert self.scheduler is not None
-        self._plans = asyncio.Queue()
         self._prefill_tokens.clear()
         self.scheduler.worker_lost()
         self._give_up_on_killers()
@@ -311,8 +298,3 @@ class MacEngine:
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
             sink.deliver([wire.failure_to_proto(request_id, error)])
-
-
-async def _messages(call: grpc.aio.StreamStreamCall) -> AsyncIterator[worker_pb2.RunResponse]:
-    while (message := await call.read()) is not grpc.aio.EOF:
-        yield message

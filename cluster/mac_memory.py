@@ -12,7 +12,7 @@ CPU_KV_BYTES = 1024 * 1024 * 1024
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def kv_budget_bytes(described: worker_pb2.DescribeResponse, config: KVConfig) -> int:
+def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
     """What is told, or the allowed share of the working set less weights and activations; may come out negative."""
     if config.cache_memory_bytes is not None:
         return config.cache_memory_bytes
@@ -21,7 +21,7 @@ def kv_budget_bytes(described: worker_pb2.DescribeResponse, config: KVConfig) ->
     return budget if described.is_gpu else min(budget, CPU_KV_BYTES)
 
 
-def layer_specs(described: worker_pb2.DescribeResponse) -> list[FullAttentionSpec]:
+def layer_specs(described: worker_pb2.Description) -> list[FullAttentionSpec]:
     """One spec for each KV cache of the model."""
     return [
         FullAttentionSpec(layer.num_kv_heads, layer.head_dim, _DTYPE_BYTES[layer.dtype]) for layer in described.layers

@@ -135,9 +135,9 @@ def failure_from_proto(message: node_pb2.Failure) -> CideryError:
     return kind(message.message)
 
 
-def plan_to_proto(plan: StepPlan) -> worker_pb2.RunRequest:
+def plan_to_proto(plan: StepPlan) -> worker_pb2.ManagerMessage:
     """One step for the worker."""
-    return worker_pb2.RunRequest(
+    return worker_pb2.ManagerMessage(
         plan=worker_pb2.StepPlan(
             step_id=plan.step_id,
             released_seq_ids=plan.released_seq_ids,

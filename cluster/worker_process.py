@@ -1,28 +1,25 @@
 """The worker as a child process: start, wait until it answers, notice its end, stop."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import tempfile
+from asyncio import StreamReader, StreamWriter
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
-import grpc
-
-from cluster.config import MAX_NODE_MESSAGE_BYTES, ModelConfig
+from cluster.config import ModelConfig
 from cluster.errors import StartupFailed
-from protos.cidery.worker.v1 import worker_pb2, worker_pb2_grpc
+from protos.cidery.worker.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 5.0
-_DESCRIBE_TIMEOUT_S = 600.0  # weights of tens of GB come from disk
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_NODE_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_NODE_MESSAGE_BYTES),
-)
+_CONNECT_PAUSE_S = 0.02
+_LENGTH_BYTES = 4
 
 
 class WorkerProcess:
@@ -32,12 +29,12 @@ class WorkerProcess:
         self._process = process
         self._socket = socket
         self._log_path = log_path
-        self.channel = grpc.aio.insecure_channel(f"unix:{socket}", options=_OPTIONS)
-        self.stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self._reader: StreamReader | None = None
+        self._writer: StreamWriter | None = None
 
     @classmethod
     async def start(cls, model: ModelConfig, model_folder: Path, log_path: Path) -> "WorkerProcess":
-        """Starts the child; it is not ready before `describe` answers. Its output goes to `log_path`."""
+        """Starts the child; `connect` waits until it has its model. Its output goes to `log_path`."""
         # A short path: the limit is 103 bytes on macOS.
         socket = Path(tempfile.mkdtemp(prefix="cidery-", dir="/tmp")) / "worker.sock"
         with log_path.open("ab") as output:
@@ -56,27 +53,37 @@ class WorkerProcess:
         """Process id, for people and for tests that end it."""
         return self._process.pid
 
-    async def describe(self) -> worker_pb2.DescribeResponse:
-        """Waits for the weights. Raises StartupFailed with the end of the worker's log when it dies first."""
-        ended = asyncio.ensure_future(self._process.wait())
-        answer = asyncio.ensure_future(
-            self.stub.Describe(worker_pb2.DescribeRequest(), wait_for_ready=True, timeout=_DESCRIBE_TIMEOUT_S)
-        )
-        try:
-            await asyncio.wait({ended, answer}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                described: worker_pb2.DescribeResponse = answer.result()
-                return described
-            raise StartupFailed(f"worker ended with code {ended.result()} before it was ready:\n{self.log_tail()}")
-        except grpc.aio.AioRpcError as error:
-            raise StartupFailed(f"worker does not answer: {error.details()}\n{self.log_tail()}") from error
-        finally:
-            for task in (ended, answer):
-                task.cancel()
+    async def connect(self) -> worker_pb2.Description:
+        """Waits for the weights, however long they take; the socket is there when they are.
 
-    async def wait(self) -> int:
-        """Exit code, once it has ended."""
-        return await self._process.wait()
+        Raises StartupFailed with the end of the worker's log when it dies first.
+        """
+        while self._reader is None:
+            if self._process.returncode is not None:
+                raise self._failed(f"ended with code {self._process.returncode} before it was ready")
+            try:
+                self._reader, self._writer = await asyncio.open_unix_connection(str(self._socket))
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(_CONNECT_PAUSE_S)
+        message = await self.receive()
+        if message is None:
+            raise self._failed("closed the connection before it described its model")
+        return message.description
+
+    def send(self, message: worker_pb2.ManagerMessage) -> None:
+        """Queues a message; never blocks. At most two plans are on their way at once, which bounds the queue."""
+        assert self._writer is not None
+        data = message.SerializeToString()
+        self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    async def receive(self) -> worker_pb2.WorkerMessage | None:
+        """The next message; None when the worker is gone."""
+        assert self._reader is not None
+        try:
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
+            return worker_pb2.WorkerMessage.FromString(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
 
     def log_tail(self, num_lines: int = 20) -> str:
         """The last lines that the worker wrote."""
@@ -85,7 +92,10 @@ class WorkerProcess:
 
     async def stop(self) -> None:
         """Ends the child, by force when it doesn't follow; safe to call when it has ended already."""
-        await self.channel.close()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -97,3 +107,6 @@ class WorkerProcess:
         self._socket.unlink(missing_ok=True)
         if self._socket.parent.is_dir():
             os.rmdir(self._socket.parent)
+
+    def _failed(self, how: str) -> StartupFailed:
+        return StartupFailed(f"worker {how}:\n{self.log_tail()}")

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from worker import blas
@@ -16,15 +15,12 @@ from worker.config import DTYPES, WorkerConfig
 
 if TYPE_CHECKING:
     from worker.engine import Engine
-    from worker.server import Stop
 
 # MLX is imported inside functions only: the BLAS must be there first.
 logger = logging.getLogger("worker")
 
 # How long a step may still run after the end was asked for; then the process goes as it is.
 _GRACE_S = 10.0
-# Lower than Python's 5 ms: a thread that moves a message should not wait for a whole graph to be built.
-_SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> int:
@@ -55,35 +51,42 @@ def _parse() -> WorkerConfig:
 
 
 def _serve(config: WorkerConfig) -> int:
-    from worker.server import Inbox, Stop, Worker, WorkerServicer, listen
+    from worker.server import listen, serve
 
     if config.socket_path is None:
         raise ValueError("socket_path is needed to serve")
     started_s = time.monotonic()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    inbox = Inbox()
+    signal.signal(signal.SIGTERM, _raise_terminated)
     if config.exits_with_stdin:
-        stop = Stop("standard input ended: the parent is gone")
-        threading.Thread(target=_watch_stdin, args=(inbox.put, stop), name="stdin", daemon=True).start()
-    engine = _build_engine(config)
-    # What is loaded stays: a collection that walks it all would stall a step.
-    gc.collect()
-    gc.freeze()
-    signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop("terminated")))
-    description = engine.describe()
-    server = listen(config.socket_path, WorkerServicer(description, inbox))
-    logger.info(
-        "ready model=%s socket=%s device=%s kernels=%s weights_mib=%.1f load_s=%.1f",
-        config.model,
-        config.socket_path,
-        description.device,
-        description.kernels,
-        description.weights_bytes / 2**20,
-        time.monotonic() - started_s,
-    )
-    logger.info("stopping: %s", Worker(engine, inbox).run())
-    server.stop(grace=None).wait()
+        threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()
+    try:
+        engine = _build_engine(config)
+        # What is loaded stays: a collection that walks it all would stall a step.
+        gc.collect()
+        gc.freeze()
+        description = engine.describe()
+        listener = listen(config.socket_path)
+        logger.info(
+            "ready model=%s socket=%s device=%s kernels=%s weights_mib=%.1f load_s=%.1f",
+            config.model,
+            config.socket_path,
+            description.device,
+            description.kernels,
+            description.weights_bytes / 2**20,
+            time.monotonic() - started_s,
+        )
+        serve(listener, engine)
+    except Terminated:
+        logger.info("stopping: terminated, or the parent is gone")
     return 0
+
+
+class Terminated(BaseException):
+    """The process was asked to end; not an error, so that nothing on the way takes it for one."""
+
+
+def _raise_terminated(number: int, frame: object) -> None:
+    raise Terminated
 
 
 def _answer(config: WorkerConfig) -> int:
@@ -116,12 +119,12 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     return Engine(loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes())
 
 
-def _watch_stdin(put: "Callable[[Stop], None]", stop: "Stop") -> None:
+def _watch_stdin() -> None:
     """Ask the main thread to end once the parent is gone, and do not wait for it forever."""
     # Not sys.stdin: its lock, held while waiting, would abort the interpreter's shutdown.
     while os.read(0, 4096):
         pass
-    put(stop)
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
     os._exit(1)
 

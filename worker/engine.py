@@ -40,7 +40,7 @@ class Engine:
         self._sequences: dict[int, SequenceState] = {}
         self._idle_since_s = time.perf_counter()
 
-    def describe(self) -> pb.DescribeResponse:
+    def describe(self) -> pb.Description:
         """What the manager plans with."""
         loaded = self._loaded
         layers = [
@@ -52,7 +52,7 @@ class Engine:
             )
             for layer in loaded.layers
         ]
-        return pb.DescribeResponse(
+        return pb.Description(
             layers=layers,
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,

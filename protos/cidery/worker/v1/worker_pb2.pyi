@@ -15,10 +15,6 @@ class LayerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 LAYER_KIND_UNSPECIFIED: LayerKind
 LAYER_KIND_FULL_ATTENTION: LayerKind
 
-class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class Layer(_message.Message):
     __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype")
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -31,7 +27,7 @@ class Layer(_message.Message):
     dtype: str
     def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
-class DescribeResponse(_message.Message):
+class Description(_message.Message):
     __slots__ = ("layers", "vocab_size", "max_model_len", "eos_token_ids", "weights_bytes", "memory_limit_bytes", "device", "kernels", "pid", "is_gpu")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -55,7 +51,7 @@ class DescribeResponse(_message.Message):
     is_gpu: bool
     def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., pid: _Optional[int] = ..., is_gpu: _Optional[bool] = ...) -> None: ...
 
-class RunRequest(_message.Message):
+class ManagerMessage(_message.Message):
     __slots__ = ("configure", "plan")
     CONFIGURE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -137,13 +133,25 @@ class StepPlan(_message.Message):
     slices: _containers.RepeatedCompositeFieldContainer[Slice]
     def __init__(self, step_id: _Optional[int] = ..., released_seq_ids: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., zeroes: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ...) -> None: ...
 
-class RunResponse(_message.Message):
-    __slots__ = ("configured", "result")
+class WorkerMessage(_message.Message):
+    __slots__ = ("description", "configured", "result", "failure")
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     CONFIGURED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    description: Description
     configured: Configured
     result: StepResult
-    def __init__(self, configured: _Optional[_Union[Configured, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
+    failure: Failure
+    def __init__(self, description: _Optional[_Union[Description, _Mapping]] = ..., configured: _Optional[_Union[Configured, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("is_protocol_error", "message")
+    IS_PROTOCOL_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    is_protocol_error: bool
+    message: str
+    def __init__(self, is_protocol_error: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Configured(_message.Message):
     __slots__ = ("kv_bytes",)
