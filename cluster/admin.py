@@ -74,7 +74,7 @@ class AdminServicer:
             return _explanation(await self._router("explain", request.request_id))
         model = self._models.get(request.model)
         assert model.root is not None
-        token_ids = model.tokenizer.encode(request.text).token_ids
+        token_ids = (await self._models.text_prompt(model, request.text)).token_ids
         query = RouteQuery(
             request_id=new_request_id("what-if"),
             model=model.name,

@@ -10,6 +10,10 @@ MAX_BODY_BYTES = 8 * 1024 * 1024
 # A node message carries one whole prompt: 4 bytes a token and its hashes, so well above the public limit.
 MAX_NODE_MESSAGE_BYTES = 64 * 1024 * 1024
 
+# A Mac sends something on each gateway's stream at least this often; silence of five times that means it hangs.
+LINK_HEARTBEAT_S = 1.0
+LINK_SILENCE_S = 5.0
+
 NAMESPACE = "cidery"
 ROUTER_NAME = "router"
 

@@ -22,9 +22,9 @@ from cluster.errors import BodyTooLarge, CideryError, InvalidRequest, Overloaded
 from cluster.inference import new_request_id
 from cluster.metrics import Metrics
 from cluster.openai_requests import OpenAIRequest, parse_body, parse_common, parse_messages, parse_prompt
-from cluster.openai_responses import DONE, Answer, ChatAnswer, TextAnswer, error_body, sse
+from cluster.openai_responses import DONE, Answer, ChatAnswer, TextAnswer, error_body, model_body, sse
 from cluster.served_models import ServedModels
-from cluster.tokenizer import Prompt
+from cluster.tokenizer import Prompt, checked_text
 from protos.cidery.v1 import admin_pb2
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -45,6 +45,7 @@ class HttpServer:
             ("GET", "/health", self.health),
             ("GET", "/metrics", self.metrics),
             ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.complete),
             ("GET", "/admin/fleet", self.fleet),
@@ -72,18 +73,11 @@ class HttpServer:
 
     async def models(self, request: Request) -> Response:
         """OpenAI's model list."""
-        data = [
-            {
-                "id": model.name,
-                "object": "model",
-                "created": model.created_s,
-                "owned_by": "cidery",
-                "max_model_len": model.max_model_len,
-                "num_macs": model.num_macs,
-            }
-            for model in self._models.all()
-        ]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [model_body(model) for model in self._models.all()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model of the list."""
+        return JSONResponse(model_body(self._models.get(request.path_params["model"])))
 
     async def chat(self, request: Request) -> Response:
         """/v1/chat/completions."""
@@ -91,7 +85,7 @@ class HttpServer:
         body = parse_body(await _read(request))
         common = parse_common(body, is_chat=True)
         model = self._models.get(common.model)
-        prompt = model.tokenizer.encode_chat(parse_messages(body))
+        prompt = await self._models.chat_prompt(model, parse_messages(body))
         job = Job(new_request_id("chatcmpl"), model, prompt, common.sampling, arrived_s)
         return await self._answer(request, common, ChatAnswer(job))
 
@@ -102,7 +96,7 @@ class HttpServer:
         common = parse_common(body, is_chat=False)
         model = self._models.get(common.model)
         asked = parse_prompt(body)
-        prompt = model.tokenizer.encode(asked) if isinstance(asked, str) else Prompt(asked)
+        prompt = await self._models.text_prompt(model, asked) if isinstance(asked, str) else Prompt(asked)
         job = Job(new_request_id("cmpl"), model, prompt, common.sampling, arrived_s)
         return await self._answer(request, common, TextAnswer(job))
 
@@ -276,7 +270,7 @@ def _text(body: Any, field: str, default: str | None = None) -> str:
     value = body.get(field, default)
     if not isinstance(value, str):
         raise InvalidRequest(field, "is missing or not a string")
-    return value
+    return checked_text(value, field)
 
 
 def _json(message: Message) -> Response:

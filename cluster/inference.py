@@ -33,7 +33,7 @@ class InferenceServicer:
         if request.WhichOneof("prompt") is None:
             raise InvalidRequest("prompt", "is missing; give text or token_ids")
         if request.WhichOneof("prompt") == "text":
-            prompt = model.tokenizer.encode(request.text)
+            prompt = await self._models.text_prompt(model, request.text)
         else:
             prompt = Prompt(tuple(request.token_ids.ids))
         job = Job(new_request_id("gen"), model, prompt, sampling_request(request.sampling), arrived_s)
@@ -46,7 +46,7 @@ class InferenceServicer:
         """See inference.proto."""
         arrived_s = time.monotonic()
         model = self._models.get(request.model)
-        prompt = model.tokenizer.encode_chat(_messages(request.messages))
+        prompt = await self._models.chat_prompt(model, _messages(request.messages))
         job = Job(new_request_id("chat"), model, prompt, sampling_request(request.sampling), arrived_s)
         async for event in self._serve(job, context):
             yield inference_pb2.ChatResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
@@ -55,11 +55,11 @@ class InferenceServicer:
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         """See inference.proto."""
-        tokenizer = self._models.get(request.model).tokenizer
+        model = self._models.get(request.model)
         if request.messages:
-            prompt = tokenizer.encode_chat(_messages(request.messages))
+            prompt = await self._models.chat_prompt(model, _messages(request.messages))
         else:
-            prompt = tokenizer.encode(request.text)
+            prompt = await self._models.text_prompt(model, request.text)
         return inference_pb2.TokenizeResponse(token_ids=prompt.token_ids, message_ends=prompt.boundaries)
 
     async def ListModels(  # noqa: N802

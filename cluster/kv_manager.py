@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from cluster.config import MAX_NODE_MESSAGE_BYTES, MacConfig
+from cluster.config import LINK_HEARTBEAT_S, MAX_NODE_MESSAGE_BYTES, MacConfig
 from cluster.errors import StartupFailed
 from cluster.mac_engine import MacEngine
 from cluster.model_files import find_model
@@ -74,6 +74,12 @@ class GatewayStream:
             log.error("gateway does not read messages=%d: ending its stream", _MAX_STREAM_BACKLOG)
             self._task.cancel()
 
+    def end_if_failed(self, reader: "asyncio.Task[None]") -> None:
+        """A stream whose requests are no longer read must not look alive."""
+        if not reader.cancelled() and reader.exception() is not None:
+            log.error("reading from a gateway failed", exc_info=reader.exception())
+            self._task.cancel()
+
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     """One stream a gateway; its end aborts what came in by it."""
@@ -89,13 +95,18 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         assert task is not None
         stream = GatewayStream(task)
         reader = asyncio.create_task(self._read(requests, stream))
+        reader.add_done_callback(stream.end_if_failed)
         try:
             while True:
-                yield await stream.messages.get()
+                try:
+                    yield await asyncio.wait_for(stream.messages.get(), LINK_HEARTBEAT_S)
+                except TimeoutError:
+                    # An empty message says that this Mac lives.
+                    yield node_pb2.ConnectResponse()
         finally:
             reader.cancel()
             for request_id in tuple(stream.request_ids):
-                self._engine.abort(request_id)
+                self._engine.abort(request_id, stream)
 
     async def _read(self, requests: AsyncIterator[node_pb2.ConnectRequest], stream: GatewayStream) -> None:
         async for message in requests:
@@ -104,7 +115,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
                 self._engine.open(message.open, stream)
             else:
                 stream.request_ids.discard(message.abort.request_id)
-                self._engine.abort(message.abort.request_id)
+                self._engine.abort(message.abort.request_id, stream)
 
 
 class KVManager:
@@ -115,7 +126,7 @@ class KVManager:
         self._mac = mac
         self._config = MacConfig.from_dict(config)
         self._host = host
-        self._log_path = Path(log_folder) / f"worker-{mac}.log"
+        self._log_path = Path(log_folder) / f"worker-{mac}-{os.getpid()}.log"
         self._engine: MacEngine | None = None
         self._address = ""
         self._failure = ""

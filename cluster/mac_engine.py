@@ -34,6 +34,9 @@ MAX_PLANS_IN_FLIGHT = 2
 _RESTART_PAUSE_S = 1.0
 _MAX_FAILED_STARTS = 3
 _MAX_LOSSES = 3
+# The largest step of the largest model takes a few seconds.
+_STEP_TIMEOUT_S = 60.0
+_WATCH_PERIOD_S = 5.0
 
 
 class UpdateSink(Protocol):
@@ -127,9 +130,14 @@ class MacEngine:
         self._sinks[message.request_id] = sink
         self._pump()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request and frees its blocks now; no update follows. No effect on one that has ended."""
-        self._sinks.pop(request_id, None)
+    def abort(self, request_id: str, sink: UpdateSink) -> None:
+        """Ends a sink's request and frees its blocks now; no update follows.
+
+        No effect on a request that has ended, or that has come in again by another stream meanwhile.
+        """
+        if self._sinks.get(request_id) is not sink:
+            return
+        del self._sinks[request_id]
         if self.scheduler is not None and self.scheduler.abort(request_id):
             log.info("aborted request_id=%s", request_id)
             self._on_change()
@@ -187,11 +195,24 @@ class MacEngine:
 
     async def _take_results(self, worker: WorkerProcess) -> None:
         """Results of plans, until the worker fails or is gone."""
-        while (message := await worker.receive()) is not None:
+        while (message := await self._next_message(worker)) is not None:
             if message.HasField("failure"):
                 log.error("worker failed mac=%s error=%s", self.mac, message.failure.message)
                 return
             self._apply(message.result)
+
+    async def _next_message(self, worker: WorkerProcess) -> worker_pb2.WorkerMessage | None:
+        """None when the worker is gone, or has not finished a step for so long that it must be taken for hung."""
+        receiving = asyncio.ensure_future(worker.receive())
+        num_silent_s = 0.0
+        while not receiving.done():
+            await asyncio.wait({receiving}, timeout=_WATCH_PERIOD_S)
+            num_silent_s = num_silent_s + _WATCH_PERIOD_S if self._prefill_tokens else 0.0
+            if not receiving.done() and num_silent_s >= _STEP_TIMEOUT_S:
+                log.error("worker hangs mac=%s pid=%d silent_s=%.0f", self.mac, worker.pid, num_silent_s)
+                receiving.cancel()
+                return None
+        return receiving.result()
 
     def _prepare(self, described: worker_pb2.Description) -> worker_pb2.Configure:
         """Sizes the KV cache the first time; a restarted worker must match what the scheduler already works with."""
@@ -290,7 +311,7 @@ class MacEngine:
         for request_id, num_losses in self._num_losses.items():
             if num_losses >= _MAX_LOSSES:
                 sink = self._sinks[request_id]
-                self.abort(request_id)
+                self.abort(request_id, sink)
                 error = CideryError(f"the worker of {self.mac} died {num_losses} times while it ran this request")
                 sink.deliver([wire.failure_to_proto(request_id, error)])
 

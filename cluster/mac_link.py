@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 import grpc
 
 from cluster import wire
-from cluster.config import MAX_NODE_MESSAGE_BYTES
+from cluster.config import LINK_SILENCE_S, MAX_NODE_MESSAGE_BYTES
 from cluster.errors import MacLost
 from cluster.kv.hashing import BlockHash
 from cluster.routing.router import Decision
@@ -16,11 +16,7 @@ from protos.cidery.node.v1 import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# A dead Mac is noticed after 5 + 3 s at most; its own silence is noticed by the router in 5.
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_NODE_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_NODE_MESSAGE_BYTES),
 )
@@ -29,14 +25,23 @@ _OPTIONS = (
 class MacLink:
     """One Mac's stream. Broken once, it stays broken: a new link is made for the next request."""
 
-    def __init__(self, mac: str, epoch: int, address: str, on_lost: Callable[["MacLink"], None]) -> None:
+    def __init__(
+        self,
+        mac: str,
+        epoch: int,
+        address: str,
+        on_lost: Callable[["MacLink"], None],
+        silence_s: float = LINK_SILENCE_S,
+    ) -> None:
         self.mac = mac
         self.epoch = epoch
         self.address = address
         self._on_lost = on_lost
+        self._silence_s = silence_s
         self._outgoing: asyncio.Queue[node_pb2.ConnectRequest] = asyncio.Queue()
         self._incoming: dict[str, asyncio.Queue[node_pb2.Update | MacLost]] = {}
         self.is_broken = False
+        self._log_level = logging.WARNING
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def run(self, request: Request, root: BlockHash, *, ignore_eos: bool) -> AsyncGenerator[Update]:
@@ -68,6 +73,7 @@ class MacLink:
 
     async def close(self) -> None:
         """Ends the stream, and with it every request on it."""
+        self._log_level = logging.DEBUG
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -78,7 +84,7 @@ class MacLink:
                 call = node_pb2_grpc.NodeServiceStub(channel).Connect()
                 sender = asyncio.create_task(self._send(call))
                 try:
-                    while (message := await call.read()) is not grpc.aio.EOF:
+                    while (message := await asyncio.wait_for(call.read(), self._silence_s)) is not grpc.aio.EOF:
                         for update in message.updates:
                             queue = self._incoming.get(update.request_id)
                             if queue is not None:  # else it was aborted meanwhile
@@ -88,12 +94,14 @@ class MacLink:
                     await asyncio.gather(sender, return_exceptions=True)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            reason = f"nothing was heard for {self._silence_s:.0f} s"
         finally:
             self.is_broken = True
             for queue in self._incoming.values():
                 queue.put_nowait(MacLost(f"{self.mac} was lost: {reason}"))
-            log.warning("mac link ended mac=%s address=%s reason=%s", self.mac, self.address, reason)
             self._on_lost(self)
+            log.log(self._log_level, "mac link ended mac=%s address=%s reason=%s", self.mac, self.address, reason)
 
     async def _send(self, call: grpc.aio.StreamStreamCall) -> None:
         while True:

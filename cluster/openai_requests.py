@@ -47,6 +47,8 @@ def parse_body(body: bytes) -> Mapping[str, Any]:
         raise InvalidRequest("body", f"is not valid UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
     except json.JSONDecodeError as error:
         raise InvalidRequest("body", f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise InvalidRequest("body", f"can't be read: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("body", "is nested too deeply") from error
     if not isinstance(value, dict):

@@ -9,6 +9,7 @@ from typing import Any
 from cluster.conductor import Completed, Event, Job, TextChunk
 from cluster.errors import CideryError, InvalidRequest
 from cluster.scheduling.request import Finish, TokenLogprobs
+from cluster.served_models import ServedModel
 from cluster.tokenizer import Tokenizer
 
 _FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORTED: "abort"}
@@ -30,6 +31,18 @@ def error_body(error: CideryError) -> dict[str, Any]:
             "param": error.field if isinstance(error, InvalidRequest) else None,
             "code": error.reason.lower(),
         }
+    }
+
+
+def model_body(model: ServedModel) -> dict[str, Any]:
+    """OpenAI's model object, with what only Cidery says."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "cidery",
+        "max_model_len": model.max_model_len,
+        "num_macs": model.num_macs,
     }
 
 

@@ -16,7 +16,7 @@ class PieceEncoder:
     """Special tokens cut a text before anything else does, so the pieces between them can be encoded by themselves.
 
     That holds for byte-level tokenizers and fails for those that treat the beginning of a text otherwise; which kind
-    this is, is tried out once. Least recently used pieces are forgotten.
+    this is, is tried out once. Least recently used pieces are forgotten. One thread at a time.
     """
 
     def __init__(self, core: Any) -> None:
@@ -57,7 +57,8 @@ class PieceEncoder:
         return encoded
 
     def _encode_whole(self, text: str) -> Piece:
-        encoding = self._core.encode(text, add_special_tokens=False)
+        # A batch of one, because that lets other threads run meanwhile.
+        (encoding,) = self._core.encode_batch([text], add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def _adds_up(self, special: str) -> bool:

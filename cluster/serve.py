@@ -20,6 +20,8 @@ from cluster.fleet import Fleet, FleetConfig
 from cluster.gateway import Addresses, Gateway, require_free_ports
 from cluster.model_files import find_model
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -101,18 +103,17 @@ Ctrl-C stops it."""
 
 @contextmanager
 def _stopping_at_signals(stop: asyncio.Event) -> Iterator[None]:
-    """A first Ctrl-C stops in order; a second one ends at once."""
+    """A first Ctrl-C stops in order; a second one ends at once, even if the event loop is stuck."""
     loop = asyncio.get_running_loop()
 
-    def on_signal() -> None:
-        stop.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+    def on_signal(number: int, frame: object) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.default_int_handler)
+        loop.call_soon_threadsafe(stop.set)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """The models that this gateway can serve: tokenizer and defaults from its own files, the rest from the fleet."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from cluster.model_files import find_model
 from cluster.ray_calls import ActorCaller
 from cluster.routing.mac import MacState
 from cluster.sampling import Defaults
-from cluster.tokenizer import Tokenizer
+from cluster.tokenizer import Message, Prompt, Tokenizer
+
+# Shorter texts take about a millisecond, which a hop to a thread would double.
+_LONG_CHARACTERS = 20_000
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class ServedModels:
     def __init__(self, router: ActorCaller) -> None:
         self._router = router
         self._models: dict[str, ServedModel] = {}
+        # A tokenizer serves one at a time, be it the event loop or a thread.
+        self._encoding = asyncio.Lock()
 
     async def load(self, config: ModelConfig, created_s: int) -> None:
         """Reads a model's tokenizer; takes seconds, off the event loop."""
@@ -54,6 +60,21 @@ class ServedModels:
                 model.root = macs[0].info.root_hash
                 model.block_size = macs[0].info.block_size
                 model.max_model_len = max(mac.info.max_model_len for mac in macs)
+
+    async def text_prompt(self, model: ServedModel, text: str) -> Prompt:
+        """A plain prompt. Raises InvalidRequest, RequestTooLong."""
+        return await self._encode(model, len(text), lambda: model.tokenizer.encode(text))
+
+    async def chat_prompt(self, model: ServedModel, messages: Sequence[Message]) -> Prompt:
+        """A conversation. Raises InvalidRequest, RequestTooLong."""
+        num_characters = sum(len(message["content"]) for message in messages)
+        return await self._encode(model, num_characters, lambda: model.tokenizer.encode_chat(messages))
+
+    async def _encode(self, model: ServedModel, num_characters: int, encode: Callable[[], Prompt]) -> Prompt:
+        """A long text is encoded in a thread, so that no running stream waits for it."""
+        model.tokenizer.check_length(num_characters, model.max_model_len)
+        async with self._encoding:
+            return encode() if num_characters < _LONG_CHARACTERS else await asyncio.to_thread(encode)
 
     def all(self) -> tuple[ServedModel, ...]:
         """Models that a Mac serves or has served."""

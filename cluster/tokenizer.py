@@ -9,14 +9,27 @@ from typing import Any
 
 import jinja2
 
-from cluster.errors import InvalidRequest, StartupFailed
+from cluster.errors import InvalidRequest, RequestTooLong, StartupFailed
 from cluster.model_files import tokenizer_digest
 from cluster.piece_encoder import PieceEncoder
 
 Message = Mapping[str, str]
 
+MAX_MESSAGES = 4_096
+# Where a next turn of the same conversation can branch off.
+_NUM_LAST_BOUNDARIES = 8
+
 # What a decoder shows for bytes that are no character (yet).
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def _longest_token(core: Any) -> int | None:
+    """Most characters of a text that one token can stand for; None where a normalizer may drop any number of them."""
+    longest = max(len(token) for token in core.get_vocab(with_added_tokens=True))
+    if core.normalizer is None:
+        return longest
+    # Composition makes one character of at most four.
+    return 4 * longest if type(core.normalizer).__name__ == "NFC" else None
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -55,12 +68,23 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel" in str(self._core.decoder)
         self._encoder = PieceEncoder(self._core)
         self.digest = tokenizer_digest(folder)
+        self._longest_token = _longest_token(self._core)
         self.vocab_size = int(self._core.get_vocab_size(with_added_tokens=True))
         self.has_chat_template = bool(self._hf.chat_template)
 
+    def check_length(self, num_characters: int, max_model_len: int) -> None:
+        """Refuses, before it costs seconds to count its tokens, a text that has too many whatever they are."""
+        if self._longest_token is None:
+            return
+        least_tokens = -(-num_characters // self._longest_token)
+        if least_tokens > max_model_len:
+            raise RequestTooLong(
+                f"{num_characters} characters are at least {least_tokens} tokens, but the context holds {max_model_len}"
+            )
+
     def encode(self, text: str) -> Prompt:
         """A plain prompt, with the special tokens that the tokenizer itself puts in front."""
-        return Prompt(tuple(self._core.encode(_checked(text, "prompt")).ids))
+        return Prompt(tuple(self._core.encode_batch([checked_text(text, "prompt")])[0].ids))
 
     def encode_chat(self, messages: Sequence[Message]) -> Prompt:
         """A conversation rendered by the chat template, ready for the assistant's turn.
@@ -69,10 +93,13 @@ class Tokenizer:
         """
         if not messages:
             raise InvalidRequest("messages", "is empty; at least one message is needed")
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest("messages", f"at most {MAX_MESSAGES} messages are allowed, got {len(messages)}")
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; use a plain prompt instead")
         for index, message in enumerate(messages):
-            _checked(message["content"], f"messages[{index}].content")
+            checked_text(message["role"], f"messages[{index}].role")
+            checked_text(message["content"], f"messages[{index}].content")
         full = self._render(messages, add_generation_prompt=True)
         token_ids, starts = self._encoder.encode(full)
         return Prompt(tuple(token_ids), self._boundaries(messages, full, starts))
@@ -107,9 +134,12 @@ class Tokenizer:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
 
     def _boundaries(self, messages: Sequence[Message], full: str, starts: Sequence[int]) -> tuple[int, ...]:
-        """`starts` are the characters at which the tokens of `full` start."""
+        """Ends of the first message and of the last few: each costs a rendering of all before it.
+
+        `starts` are the characters at which the tokens of `full` start.
+        """
         ends: list[int] = []
-        for count in range(1, len(messages) + 1):
+        for count in sorted({1, *range(max(1, len(messages) - _NUM_LAST_BOUNDARIES + 1), len(messages) + 1)}):
             try:
                 prefix = self._render(messages[:count], add_generation_prompt=False)
             except InvalidRequest:
@@ -119,7 +149,7 @@ class Tokenizer:
         return tuple(ends)
 
 
-def _checked(text: str, field: str) -> str:
+def checked_text(text: str, field: str) -> str:
     """Refuses lone surrogates, which JSON can carry but no UTF-8 can."""
     try:
         text.encode()
@@ -147,8 +177,9 @@ class Detokenizer:
         """Text that has become certain."""
         self._tokens.extend(token_ids)
         text = self._tokenizer.decode(self._tokens[self._prefix :])
-        # Only the last character can still change: it may be the first bytes of one that goes on.
-        certain = text.removesuffix(REPLACEMENT)
+        # Only replacements at the end can still change: they may be the first bytes of a character that goes on
+        # (as many replacements as bytes, where tokens are bytes).
+        certain = text.rstrip(REPLACEMENT)
         new, self._shown = certain[self._shown :], max(self._shown, len(certain))
         if certain == text and new:
             self._prefix, self._read = self._read, len(self._tokens)

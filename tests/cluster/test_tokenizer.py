@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cluster import piece_encoder
 from cluster.config import bundled_model
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, RequestTooLong
 from cluster.piece_encoder import PieceEncoder
-from cluster.tokenizer import Detokenizer, StopStrings, Tokenizer
+from cluster.tokenizer import MAX_MESSAGES, Detokenizer, StopStrings, Tokenizer
 
 TOKENIZER = Tokenizer(Path(bundled_model()))
 TOKENS = st.lists(st.integers(3, TOKENIZER.vocab_size - 1), max_size=60)
@@ -144,3 +144,43 @@ def test_what_is_kept_of_pieces_is_bounded(monkeypatch):
     for number in range(50):
         encoder.encode(f"{number:030d}")
         assert sum(map(len, encoder._cached)) == encoder._num_characters <= 100
+
+
+@pytest.mark.parametrize("text", ["Hello 🙂!", "Hello 日本!", "é", "🙂", "a\N{REPLACEMENT CHARACTER}b"])
+def test_characters_made_of_byte_tokens_are_shown_whole(text):
+    """As SentencePiece's byte fallback, which decodes to one replacement for each byte of an unfinished character."""
+    from tokenizers import Tokenizer as Core
+    from tokenizers import decoders, models
+
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    core = Core(models.BPE(vocab, [], byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+    class ByteTokenizer:
+        def decode(self, tokens):
+            return core.decode(list(tokens))
+
+    detokenizer, shown = Detokenizer(ByteTokenizer()), ""
+    for token in core.encode(text).ids:
+        shown += detokenizer.push([token])
+        assert text.startswith(shown)
+    assert shown + detokenizer.flush() == text
+
+
+def test_a_long_conversation_costs_a_few_renderings_and_a_longer_one_is_refused():
+    messages = [{"role": "user", "content": "x"}] * MAX_MESSAGES
+    assert len(TOKENIZER.encode_chat(messages).boundaries) <= 9
+    with pytest.raises(InvalidRequest, match="at most 4096 messages"):
+        TOKENIZER.encode_chat([*messages, messages[0]])
+
+
+def test_a_text_too_long_whatever_its_tokens_is_refused_without_counting_them():
+    TOKENIZER.check_length(len(TOKENIZER.decode(range(3, 1000))), 4_096)
+    with pytest.raises(RequestTooLong, match=r"10000000 characters are at least \d+ tokens"):
+        TOKENIZER.check_length(10_000_000, 4_096)
+
+
+@given(st.text(max_size=200))
+@settings(deadline=None)
+def test_no_text_that_fits_is_refused_for_its_length(text):
+    TOKENIZER.check_length(len(text), len(TOKENIZER.encode(text).token_ids))

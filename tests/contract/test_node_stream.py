@@ -31,7 +31,7 @@ class FakeEngine:
         self.sinks[message.request_id] = sink
         self.changed.set()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, sink) -> None:
         self.aborted.append(request_id)
         self.changed.set()
 
@@ -177,3 +177,36 @@ async def test_a_gateway_that_does_not_read_loses_its_stream_and_nobody_else_not
     with pytest.raises(asyncio.CancelledError):
         await task
     assert stream.messages.qsize() == 3
+
+
+class SilentServicer(node_pb2_grpc.NodeServiceServicer):
+    """A Mac that has stopped: the connection stands, nothing comes."""
+
+    async def Connect(self, requests, context):  # noqa: N802
+        await asyncio.sleep(60)
+        yield
+
+
+async def test_a_mac_that_says_nothing_is_lost():
+    """Its machine hangs or sleeps: TCP and gRPC notice nothing for minutes."""
+    server = grpc.aio.server()
+    node_pb2_grpc.add_NodeServiceServicer_to_server(SilentServicer(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    link = MacLink("mac-1", 1, address, lambda link: None, silence_s=0.3)
+    with pytest.raises(MacLost, match="nothing was heard"):
+        await collect(link, "a")
+    await server.stop(0)
+
+
+async def test_an_idle_mac_is_not_lost(monkeypatch):
+    monkeypatch.setattr(kv_manager, "LINK_HEARTBEAT_S", 0.05)
+    engine = FakeEngine()
+    async with node(engine) as (_, address):
+        link = MacLink("mac-1", 1, address, lambda link: None, silence_s=0.5)
+        run = asyncio.create_task(collect(link, "a"))
+        await engine.until(lambda: "a" in engine.sinks)
+        await asyncio.sleep(1.0)
+        engine.update("a", 1, Finish.STOP)
+        assert len(await run) == 1
+        await link.close()
