@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from typing import Any
 
 import grpc
 
@@ -90,6 +91,7 @@ class AdminServicer:
     ) -> admin_pb2.DrainResponse:
         """See admin.proto."""
         await self._router("drain", _named(request.mac))
+        await self._remember(request.mac, is_draining=True)
         return admin_pb2.DrainResponse(mac=await self._one(request.mac))
 
     async def Resume(  # noqa: N802
@@ -97,6 +99,7 @@ class AdminServicer:
     ) -> admin_pb2.ResumeResponse:
         """See admin.proto."""
         await self._router("resume", _named(request.mac))
+        await self._remember(request.mac, is_draining=False)
         return admin_pb2.ResumeResponse(mac=await self._one(request.mac))
 
     async def _one(self, name: str) -> admin_pb2.Mac:
@@ -104,12 +107,19 @@ class AdminServicer:
         by_name = {mac.name: mac for mac in fleet.macs}
         return by_name[name]
 
+    async def _remember(self, mac: str, *, is_draining: bool) -> None:
+        """Tells the Mac itself, which outlives a router; one that is away comes back without a drain."""
+        await _within(_STATUS_TIMEOUT_S, self._manager(mac)("set_draining", is_draining))
+
     async def _manager_status(self, mac: str) -> ManagerStatus | None:
-        call = self._managers.setdefault(mac, ActorCaller(manager_name(mac)))
-        return await _within(_STATUS_TIMEOUT_S, call("status"))
+        status: ManagerStatus | None = await _within(_STATUS_TIMEOUT_S, self._manager(mac)("status"))
+        return status
+
+    def _manager(self, mac: str) -> ActorCaller:
+        return self._managers.setdefault(mac, ActorCaller(manager_name(mac)))
 
 
-async def _within(seconds: float, call: Awaitable[ManagerStatus]) -> ManagerStatus | None:
+async def _within(seconds: float, call: Awaitable[Any]) -> Any:
     """None when the Mac is away: its row then shows what the router knows."""
     try:
         return await asyncio.wait_for(call, seconds)

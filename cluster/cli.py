@@ -26,6 +26,8 @@ from cluster.errors import CideryError
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+# What the wire can carry; the gateway says what it allows.
+_INT32 = click.IntRange(-(2**31), 2**31 - 1)
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -123,7 +125,7 @@ def serve(**options: Any) -> None:
 @click.option("--model", default="", help="Which model, when several are served.")
 @click.option("--system", default=None, help="System prompt.")
 @click.option("--temperature", default=None, type=float, help="0 is greedy.  [default: the model's]")
-@click.option("--max-tokens", default=None, type=int, help="Longest answer in tokens.")
+@click.option("--max-tokens", default=None, type=_INT32, help="Longest answer in tokens.")
 @click.argument("message", required=False)
 def chat(
     address: str, model: str, system: str | None, temperature: float | None, max_tokens: int | None, message: str | None
@@ -147,8 +149,8 @@ def chat(
 @click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="The gateway's gRPC address.")
 @click.option("--model", default="", help="Which model, when several are served.")
 @click.option("--temperature", default=None, type=float, help="0 is greedy.  [default: the model's]")
-@click.option("--seed", default=None, type=int, help="Repeats an answer.")
-@click.option("--max-tokens", default=64, show_default=True, help="Longest answer in tokens.")
+@click.option("--seed", default=None, type=click.IntRange(0, 2**64 - 1), help="Repeats an answer.")
+@click.option("--max-tokens", default=64, show_default=True, type=_INT32, help="Longest answer in tokens.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with text, tokens and usage.")
 @click.argument("prompt")
 def generate(
@@ -196,7 +198,8 @@ def status(address: str, as_json: bool) -> None:
         table.add_column(name, justify="left" if name in ("Mac", "state", "model") else "right")
     for mac in fleet.macs:
         table.add_row(*_row(mac))
-    Console().print(table)
+    # Not cut to 80 columns where nobody looks at a terminal.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _row(mac: admin_pb2.Mac) -> list[str]:

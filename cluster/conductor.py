@@ -12,6 +12,7 @@ from cluster.errors import (
     CideryError,
     InvalidRequest,
     MacLost,
+    MacsAway,
     ModelNotFound,
     NoMacReady,
     Overloaded,
@@ -168,13 +169,15 @@ class Conductor:
         lost, self._lost = self._lost, []
         self._first_token, self._ended = [], []
         try:
-            for mac, epoch in lost:
-                await self._router("lost", mac, epoch)
+            while lost:
+                await self._router("lost", *lost[0])
+                del lost[0]
             await self._router("note", notes)
         except CideryError as error:
             log.warning("router does not take notes error=%s", error)
             self._first_token = [*notes.first_token, *self._first_token]
             self._ended = [*notes.ended, *self._ended]
+            self._lost = [*lost, *self._lost]
             await asyncio.sleep(_NO_MAC_PAUSE_S)
             self._has_notes.set()
 
@@ -214,11 +217,14 @@ class Conductor:
     ) -> AsyncGenerator[Update]:
         assert job.model.root is not None
         progress.mac = decision.mac
+        is_noted = False
         link = self._links.get(decision)
         async with aclosing(link.run(request, job.model.root, ignore_eos=job.asked.ignore_eos)) as updates:
             async for update in updates:
                 if not progress.token_ids:
                     progress.first_token_s = time.monotonic() - job.arrived_s
+                if not is_noted:  # each Mac's booking for itself
+                    is_noted = True
                     self._first_token.append(job.request_id)
                     self._has_notes.set()
                 if progress.num_cached_tokens is None:
@@ -243,8 +249,9 @@ class Conductor:
         while True:
             try:
                 decision: Decision = await self._router("route", query)
-            except (ActorAway, ModelNotFound):
-                # The router is being restarted, or has been and doesn't know our Macs yet.
+            except (ActorAway, ModelNotFound, MacsAway):
+                # The router or the Macs are being restarted, or the router doesn't know our Macs yet.
+                query = replace(query, exclude=frozenset())
                 if time.monotonic() > give_up_s:
                     raise
             except NoMacReady:

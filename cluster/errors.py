@@ -100,6 +100,10 @@ class NoMacReady(CideryError):
     http_status = 503
 
 
+class MacsAway(NoMacReady):
+    """Macs of the model are starting or were lost, and may be back in seconds."""
+
+
 class ActorAway(CideryError):
     """The router, or a Mac's manager, doesn't answer: it is being restarted, or its machine is gone."""
 

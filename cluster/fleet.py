@@ -9,7 +9,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class Fleet:
             for mac in sorted(waiting):
                 status: ManagerStatus = await managers[mac]("status")
                 if status.failure:
-                    raise StartupFailed(f"{mac}: {status.failure}")
+                    raise StartupFailed(status.failure)
                 if status.is_ready and await _has_joined(call, mac):
                     waiting.discard(mac)
                     say(f"{mac} is ready: {status.device}, {status.kernels}, {status.num_blocks} KV blocks")
@@ -98,8 +98,7 @@ class Fleet:
     def stop(self) -> None:
         """Ends what this object started; a fleet that was not started yet, or only half, too."""
         if self._cluster is not None and ray.is_initialized():
-            for mac in self.macs:
-                _shut_down_manager(mac)
+            _shut_down_managers(self.macs)
         ray.shutdown()
         if self._cluster is not None:
             self._cluster.shutdown()
@@ -152,13 +151,19 @@ class Fleet:
         ray.remote(KVManager).options(**options).remote(mac, config, host, _log_folder())
 
 
-def _shut_down_manager(mac: str) -> None:
-    """In order, so that the worker ends before Ray does."""
+def _shut_down_managers(macs: Sequence[str]) -> None:
+    """All at once, and in order, so that the workers end before Ray does."""
+    calls: list[Any] = []
+    for mac in macs:
+        try:
+            manager: Any = ray.get_actor(manager_name(mac), namespace=NAMESPACE)
+            calls.append(manager.shutdown.remote())
+        except ValueError as error:
+            log.warning("manager is not there mac=%s error=%s", mac, error)
     try:
-        manager: Any = ray.get_actor(manager_name(mac), namespace=NAMESPACE)
-        ray.get(manager.shutdown.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
-    except (ValueError, ray.exceptions.RayError) as error:
-        log.warning("manager does not shut down mac=%s error=%s", mac, error)
+        ray.get(calls, timeout=_SHUTDOWN_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        log.warning("a manager does not shut down error=%s", error)
 
 
 def _start_router() -> None:

@@ -134,7 +134,7 @@ class Gateway:
         app = HttpServer(self._models, self._conductor, self._admin, self._metrics).app()
         config = uvicorn.Config(
             app,
-            log_level="warning",
+            log_level="critical",  # it calls the end of open streams at a stop an error
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=int(_STOP_GRACE_S),
@@ -147,6 +147,8 @@ class Gateway:
 
 def require_free_ports(config: GatewayConfig) -> None:
     """Raises StartupFailed for a port that is taken: better before the fleet has been started than after."""
+    if config.http_port and config.http_port == config.grpc_port:
+        raise StartupFailed(f"--http-port and --grpc-port are both {config.http_port}; they must differ")
     for option, port in (("--http-port", config.http_port), ("--grpc-port", config.grpc_port)):
         _listen(config.host, port, option).close()
 

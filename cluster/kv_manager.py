@@ -160,6 +160,11 @@ class KVManager:
             scheduler=engine.scheduler.stats() if engine and engine.scheduler else None,
         )
 
+    async def set_draining(self, is_draining: bool) -> None:
+        """What to tell a router that has forgotten it."""
+        if self._reporter is not None:
+            self._reporter.is_draining = is_draining
+
     async def check(self) -> None:
         """Raises AssertionError if scheduler and KV ledger disagree."""
         if self._engine is not None and self._engine.scheduler is not None:

@@ -13,8 +13,16 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
-    """What is told, or the allowed share of the working set less weights and activations; may come out negative."""
+    """What is told, or the allowed share of the working set less weights and activations; may come out negative.
+
+    Raises ValueError for a size that the machine does not have.
+    """
     if config.cache_memory_bytes is not None:
+        room = described.memory_limit_bytes - described.weights_bytes
+        if config.cache_memory_bytes > room:
+            raise ValueError(
+                f"a KV cache of {config.cache_memory_bytes} bytes does not fit: beside the weights {room} are left"
+            )
         return config.cache_memory_bytes
     share = int(described.memory_limit_bytes * config.memory_utilization)
     budget = share - described.weights_bytes - ACTIVATION_BYTES

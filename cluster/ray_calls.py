@@ -16,12 +16,12 @@ class ActorCaller:
         self._name = name
         self._handle: Any = None
 
-    async def __call__(self, method: str, *arguments: object) -> Any:
+    async def __call__(self, method: str, *arguments: object, **named: object) -> Any:
         """Awaits one method. Raises whatever CideryError it raised there."""
         try:
             if self._handle is None:
                 self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
-            return await getattr(self._handle, method).remote(*arguments)
+            return await getattr(self._handle, method).remote(*arguments, **named)
         except RayTaskError as error:
             if isinstance(error.cause, CideryError):
                 raise error.cause from None

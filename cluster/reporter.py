@@ -36,6 +36,8 @@ class Reporter:
         self._joined_epoch = 0
         self._reported_s = 0.0
         self.failure = ""
+        # Remembered here because the router forgets it when it is restarted.
+        self.is_draining = False
 
     def hurry(self) -> None:
         """Something happened that the router should know soon."""
@@ -95,7 +97,7 @@ class Reporter:
             max_model_len=engine.max_model_len,
             num_blocks=engine.kv.layout.num_usable_blocks,
         )
-        answer = await self._router("join", info, engine.tokenizer_digest)
+        answer = await self._router("join", info, engine.tokenizer_digest, is_draining=self.is_draining)
         if answer is ReportAnswer.RESYNC:
             await self._send_snapshot(engine)
         self._joined_epoch = info.epoch

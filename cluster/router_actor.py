@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.errors import InvalidRequest, ModelNotFound, NoMacReady, NotFound, RequestTooLong
+from cluster.errors import InvalidRequest, MacsAway, ModelNotFound, NoMacReady, NotFound, RequestTooLong
 from cluster.event_wire import unpack, unpack_keys
 from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, UnknownModel, UnknownRequest
 from cluster.routing.index import Applied, IndexStats
-from cluster.routing.mac import MacInfo, MacStatus
+from cluster.routing.mac import MacInfo, MacState, MacStatus
 from cluster.routing.router import Decision, RouteQuery, Router
 from cluster.vital import run_or_exit
 
@@ -67,13 +67,18 @@ class RouterActor:
     async def ping(self) -> None:
         """Answers once the actor is up."""
 
-    async def join(self, info: MacInfo, tokenizer_digest: str) -> ReportAnswer:
-        """Adds a Mac or a new incarnation of one; a snapshot must follow. Raises InvalidRequest if it doesn't fit."""
+    async def join(self, info: MacInfo, tokenizer_digest: str, *, is_draining: bool) -> ReportAnswer:
+        """Adds a Mac or a new incarnation of one; a snapshot must follow. Raises InvalidRequest if it doesn't fit.
+
+        `is_draining` is what the Mac remembers, for a router that has been restarted.
+        """
         try:
             applied = self._router.join(info)
         except IncompatibleMac as error:
             log.error("mac refused mac=%s reason=%s", info.name, error)
             raise InvalidRequest("mac", str(error)) from error
+        if is_draining:
+            self._router.drain(info.name)
         self._tokenizers[info.model] = tokenizer_digest
         self._heard_s[info.name] = time.monotonic()
         log.info("mac joined mac=%s epoch=%d model=%s address=%s", info.name, info.epoch, info.model, info.address)
@@ -161,7 +166,16 @@ class RouterActor:
         except UnknownModel as error:
             raise ModelNotFound(str(error)) from error
         except NoMacAvailable as error:
-            raise (RequestTooLong(str(error)) if error.is_permanent else NoMacReady(str(error))) from error
+            if error.is_permanent:
+                raise RequestTooLong(str(error)) from error
+            raise (MacsAway if self._may_return(query) else NoMacReady)(str(error)) from error
+
+    def _may_return(self, query: RouteQuery) -> bool:
+        """Whether a Mac of the model is only starting or lost, so that waiting a little may help."""
+        return any(
+            mac.info.model == query.model and mac.state in (MacState.STARTING, MacState.LOST)
+            for mac in self._router.fleet()
+        )
 
     def _on_mac(self, action: Callable[[str], None], mac: str) -> None:
         try:

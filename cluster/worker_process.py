@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _STOP_GRACE_S = 5.0
 _CONNECT_PAUSE_S = 0.02
 _LENGTH_BYTES = 4
+_TAIL_BYTES = 32 * 1024
 
 
 class WorkerProcess:
@@ -87,7 +88,9 @@ class WorkerProcess:
 
     def log_tail(self, num_lines: int = 20) -> str:
         """The last lines that the worker wrote."""
-        lines = self._log_path.read_text(errors="replace").splitlines()
+        with self._log_path.open("rb") as file:
+            file.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
     async def stop(self) -> None:

@@ -35,6 +35,7 @@ HTTP_CASES = {
     "empty stop": (CHAT, {"messages": USER, "stop": [""]}, 400, "stop[0]"),
     "several answers": (CHAT, {"messages": USER, "n": 2}, 400, "n: is not supported"),
     "not an object": (CHAT, [1, 2], 400, "must be a JSON object, got a list"),
+    "too many messages": (CHAT, {"messages": USER * 5000}, 400, "at most 4096 messages"),
     "prompt too long": (TEXT, {"prompt": [5] * 4090, "max_tokens": 50}, 400, TOO_LONG),
 }
 RAW_CASES = {
@@ -43,6 +44,8 @@ RAW_CASES = {
     "lone surrogate": (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', 400, "lone surrogate"),
     "not JSON": (b"{", 400, "is not JSON"),
     "ten megabytes": (b'{"prompt": "' + b"a" * 10_000_000 + b'"}', 413, "at most 8388608 bytes"),
+    "endless number": (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", 400, "can't be read"),
+    "lone surrogate in a role": (rb'{"messages": [{"role": "\ud800", "content": "x"}]}', 400, "lone surrogate"),
     "deeply nested": (b"[" * 100_000, 400, "nested too deeply"),
 }
 GRPC_CASES = {
@@ -92,6 +95,15 @@ def test_http_says_what_is_wrong(three_macs, case):
     response = three_macs.client.post(path, json=body)
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
+
+
+def test_unknown_routes_and_methods_answer_in_the_usual_shape(three_macs):
+    for response in (three_macs.client.get("/v1/nothing"), three_macs.client.get(CHAT)):
+        assert response.status_code in (404, 405)
+        assert response.json()["error"]["code"] == "no_such_route"
+    assert three_macs.client.get("/v1/models/cidery-tiny").json()["id"] == "cidery-tiny"
+    assert three_macs.client.get("/v1/models/gpt-9").status_code == 404
+    assert three_macs.client.post("/admin/drain", content=rb'{"mac": "\ud800"}').status_code == 400
 
 
 @pytest.mark.parametrize("streams", [False, True])

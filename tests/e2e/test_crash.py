@@ -49,6 +49,14 @@ def wait_for(condition, seconds: float = 60.0):
     return value
 
 
+def router_of(served) -> psutil.Process:
+    return next(
+        process
+        for process in psutil.Process(served.process.pid).children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] == ["ray::RouterActor"]
+    )
+
+
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 def test_a_killed_worker_costs_no_token(fleet, fields):
     undisturbed = stream(fleet, fields, lambda count: None)
@@ -120,12 +128,7 @@ def test_a_killed_router_learns_the_fleet_anew(fleet):
     """Requests wait for it; what the Macs hold is known again, so the next turn still finds its prefix."""
     fields = {"prompt": [77] * 200, "max_tokens": 8, "temperature": 0}
     first = fleet.complete(**fields)
-    router = next(
-        process
-        for process in psutil.Process(fleet.process.pid).children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] == ["ray::RouterActor"]
-    )
-    router.kill()
+    router_of(fleet).kill()
     second = fleet.complete(**fields)
     assert second["choices"] == first["choices"]
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
@@ -153,3 +156,42 @@ def test_a_request_that_kills_every_worker_is_given_up(fleet):
     assert "died 3 times while it ran this request" in error["message"]
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
     assert fleet.complete("Hello", max_tokens=2)["usage"]["completion_tokens"] >= 1
+
+
+def test_a_mac_that_hangs_is_left_and_a_drain_outlives_the_router(fleet):
+    """A stopped manager answers nobody, but its connections stand; its requests go on elsewhere all the same."""
+    undisturbed = stream(fleet, {"temperature": 0}, lambda count: None)
+    stopped = []
+
+    def stop_once(count: int) -> None:
+        if count == 20:
+            busy = next(mac for mac in fleet.fleet().values() if mac["scheduling"]["num_running"])
+            stopped.append((busy["name"], psutil.Process(busy["worker_pid"]).parent()))
+            stopped[0][1].suspend()
+
+    started_s = time.monotonic()
+    disturbed = stream(fleet, {"temperature": 0}, stop_once)
+    waited_s = time.monotonic() - started_s
+    name, manager = stopped[0]
+    manager.resume()
+    assert disturbed["text"] == undisturbed["text"]
+    assert disturbed["mac"] != name
+    assert waited_s < 45
+    wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
+    wait_for(lambda: all(mac["blocks"]["num_used"] == 0 for mac in fleet.fleet().values()))
+
+    fleet.client.post("/admin/drain", json={"mac": name})
+    router_of(fleet).kill()
+    wait_for(lambda: fleet.client.get("/admin/fleet").status_code == 200 and len(fleet.fleet()) == 2)
+    wait_for(lambda: fleet.fleet()[name]["state"] == "MAC_STATE_DRAINING")
+    fleet.client.post("/admin/resume", json={"mac": name})
+    wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
+
+
+def test_new_requests_wait_for_macs_that_come_back(fleet):
+    """All Macs are gone for a moment; nobody is sent away."""
+    for mac in fleet.fleet().values():
+        psutil.Process(mac["worker_pid"]).parent().kill()
+    time.sleep(1.0)
+    assert fleet.complete("Hello", max_tokens=2)["usage"]["completion_tokens"] >= 1
+    wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})

@@ -81,7 +81,13 @@ def test_an_unsupported_family_is_refused_by_name(tmp_path):
     assert "Traceback" not in done.stderr.split("worker ended")[0]
 
 
-def test_a_context_that_does_not_fit_says_what_would(tmp_path):
+def test_a_kv_cache_larger_than_the_machine_is_refused():
+    done = serve("--kv-cache-memory", "4000TiB")
+    assert done.returncode == 1
+    assert "does not fit: beside the weights" in done.stderr
+
+
+def test_a_context_that_does_not_fit_says_what_would():
     done = serve("--kv-cache-memory", "1MiB")
     assert done.returncode == 1
     assert "one sequence of 4096 tokens needs" in done.stderr
@@ -97,6 +103,7 @@ def test_a_context_that_does_not_fit_says_what_would(tmp_path):
         (("--kv-cache-memory", "much"), "is no size"),
         (("--macs", "0"), "macs must be from 1 to 16"),
         (("--http-port", "70000"), "http_port must be 0"),
+        (("--http-port", "18431", "--grpc-port", "18431"), "they must differ"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(arguments, words):
