@@ -1,0 +1,48 @@
+"""A worker that hangs is left; one that has nothing to do is not."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cluster import mac_engine
+from cluster.config import MacConfig, ModelConfig, bundled_model
+from cluster.mac_engine import MacEngine
+from protos.cidery.worker.v1 import worker_pb2
+
+
+class SlowWorker:
+    """Answers after a while."""
+
+    pid = 1
+
+    def __init__(self, answers_after_s: float) -> None:
+        self._answers_after_s = answers_after_s
+
+    async def receive(self) -> worker_pb2.WorkerMessage:
+        await asyncio.sleep(self._answers_after_s)
+        return worker_pb2.WorkerMessage(result=worker_pb2.StepResult(step_id=7))
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    monkeypatch.setattr(mac_engine, "_STEP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(mac_engine, "_WATCH_PERIOD_S", 0.05)
+    config = MacConfig(ModelConfig(bundled_model(), "tiny"))
+    return MacEngine("mac-1", config, Path(bundled_model()), tmp_path / "log", lambda: None)
+
+
+async def test_a_step_that_takes_too_long_ends_the_worker(engine):
+    engine._prefill_tokens = {7: 0}
+    assert await engine._next_message(SlowWorker(60)) is None
+
+
+async def test_a_step_in_time_is_waited_for(engine):
+    engine._prefill_tokens = {7: 0}
+    message = await engine._next_message(SlowWorker(0.1))
+    assert message.result.step_id == 7
+
+
+async def test_a_worker_with_nothing_to_do_is_never_too_slow(engine):
+    message = await engine._next_message(SlowWorker(0.5))
+    assert message.result.step_id == 7
