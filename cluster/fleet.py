@@ -7,11 +7,9 @@ import asyncio
 import logging
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -148,7 +146,7 @@ class Fleet:
             "max_restarts": -1,
             "max_task_retries": 0,
         }
-        ray.remote(KVManager).options(**options).remote(mac, config, host, _log_folder())
+        ray.remote(KVManager).options(**options).remote(mac, config, host)
 
 
 def _shut_down_managers(macs: Sequence[str]) -> None:
@@ -209,9 +207,3 @@ def _logical_names(num_macs: int) -> list[str]:
 
 def _mac_resources(name: str) -> dict[str, int]:
     return {"mac": 1, _MAC_RESOURCE + name: 1}
-
-
-def _log_folder() -> str:
-    folder = Path(tempfile.gettempdir()) / f"cidery-logs-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return str(folder)

@@ -6,6 +6,7 @@ The control face only: Ray calls and gRPC streams end here, MacEngine does the w
 import asyncio
 import logging
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,12 +122,12 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
 class KVManager:
     """See the module. Starts by itself when Ray (re)starts the actor, and reports its phase through `status`."""
 
-    def __init__(self, mac: str, config: dict[str, Any], host: str, log_folder: str) -> None:
+    def __init__(self, mac: str, config: dict[str, Any], host: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         self._mac = mac
         self._config = MacConfig.from_dict(config)
         self._host = host
-        self._log_path = Path(log_folder) / f"worker-{mac}-{os.getpid()}.log"
+        self._log_path = _log_folder() / f"worker-{mac}-{os.getpid()}.log"
         self._engine: MacEngine | None = None
         self._address = ""
         self._failure = ""
@@ -204,3 +205,10 @@ class KVManager:
             log.error("mac failed mac=%s error=%s", self._mac, error)
         finally:
             await server.stop(0)
+
+
+def _log_folder() -> Path:
+    """On the Mac itself, for its user alone."""
+    folder = Path(tempfile.gettempdir()) / f"cidery-logs-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
