@@ -169,14 +169,11 @@ def test_a_mac_that_hangs_is_left_and_a_drain_outlives_the_router(fleet):
             stopped.append((busy["name"], psutil.Process(busy["worker_pid"]).parent()))
             stopped[0][1].suspend()
 
-    started_s = time.monotonic()
-    disturbed = stream(fleet, {"temperature": 0}, stop_once)
-    waited_s = time.monotonic() - started_s
+    disturbed = stream(fleet, {"temperature": 0}, stop_once)  # it would never end if the Mac were not left
     name, manager = stopped[0]
     manager.resume()
     assert disturbed["text"] == undisturbed["text"]
     assert disturbed["mac"] != name
-    assert waited_s < 45
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
     wait_for(lambda: all(mac["blocks"]["num_used"] == 0 for mac in fleet.fleet().values()))
 

