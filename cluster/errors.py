@@ -10,9 +10,7 @@ from typing import ClassVar
 class Code(Enum):
     """The gRPC codes in use, by their number; kept apart from grpc so that the pure core may name them."""
 
-    CANCELLED = 1
     INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
@@ -118,14 +116,6 @@ class MacLost(CideryError):
     reason = "MAC_LOST"
     code = Code.UNAVAILABLE
     http_status = 503
-
-
-class DeadlineExceeded(CideryError):
-    """The client's deadline passed."""
-
-    reason = "DEADLINE_EXCEEDED"
-    code = Code.DEADLINE_EXCEEDED
-    http_status = 504
 
 
 class StartupFailed(CideryError):

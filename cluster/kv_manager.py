@@ -39,7 +39,6 @@ class ManagerStatus:
     failure: str
     address: str
     config: dict[str, Any]
-    manager_pid: int
     worker_pid: int | None
     device: str
     kernels: str
@@ -145,7 +144,6 @@ class KVManager:
             failure=self._failure or (self._reporter.failure if self._reporter else ""),
             address=self._address,
             config=self._config.to_dict(),
-            manager_pid=os.getpid(),
             worker_pid=engine.worker_pid if engine else None,
             device=described.device if described else "",
             kernels=described.kernels if described else "",
@@ -165,11 +163,6 @@ class KVManager:
         """What to tell a router that has forgotten it."""
         if self._reporter is not None:
             self._reporter.is_draining = is_draining
-
-    async def check(self) -> None:
-        """Raises AssertionError if scheduler and KV ledger disagree."""
-        if self._engine is not None and self._engine.scheduler is not None:
-            self._engine.scheduler.check()
 
     async def shutdown(self) -> None:
         """Leaves the fleet and ends the worker."""

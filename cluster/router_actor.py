@@ -156,10 +156,6 @@ class RouterActor:
         """The prefix index."""
         return self._router.index_stats()
 
-    async def check(self) -> None:
-        """Raises AssertionError if the router's parts disagree."""
-        self._router.check()
-
     def _decide(self, query: RouteQuery, *, books: bool) -> Decision:
         try:
             return (self._router.route if books else self._router.what_if)(query, time.monotonic())

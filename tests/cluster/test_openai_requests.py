@@ -60,7 +60,8 @@ def test_what_would_change_the_answer_is_refused(field, value):
 
 def test_the_same_fields_are_fine_where_they_mean_nothing():
     body = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}}
-    parse_common(body | {"user": "someone", "unknown": 1}, is_chat=True)
+    extended = body | {"user": "someone", "unknown": 1}
+    assert parse_common(extended, is_chat=True) == parse_common({}, is_chat=True)
 
 
 def test_all_of_a_request_is_understood():
