@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgpack
 
-from cluster.kv.events import BlockEvent, BlockStored
-from cluster.kv.hashing import BlockHash
+from cluster.kv.events import BlockEvent, BlocksStored
+from cluster.kv.hashing import BlockHash, split_hashes
 
 # A block's content in one group.
 Key = tuple[int, BlockHash]
@@ -35,7 +35,9 @@ class PendingEvents:
     def add(self, events: Iterable[BlockEvent]) -> None:
         """Note what happened, in order."""
         for event in events:
-            self._present[(event.group, event.block_hash)] = isinstance(event, BlockStored)
+            is_stored, group = isinstance(event, BlocksStored), event.group
+            for block_hash in split_hashes(event.hashes):
+                self._present[(group, block_hash)] = is_stored
 
     def take(self, mac: str, epoch: int, seq: int) -> Batch:
         """All that is pending, as one batch."""

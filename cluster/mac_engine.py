@@ -16,8 +16,8 @@ from cluster import wire
 from cluster.config import MacConfig
 from cluster.errors import CideryError, InvalidRequest, MacLost, Overloaded, RequestTooLong, StartupFailed
 from cluster.kv.hashing import BlockHash, root_hash
-from cluster.kv.layout import plan_layout
 from cluster.kv.manager import KVCacheManager
+from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_budget_bytes, layer_specs
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.scheduling import errors as refusals
@@ -158,7 +158,7 @@ class MacEngine:
         except refusals.RequestTooLong as error:
             raise RequestTooLong(str(error)) from error
         except refusals.QueueFull as error:
-            raise Overloaded(str(error)) from error
+            raise Overloaded(str(error), error.retry_after_s) from error
         except refusals.Refused as error:
             raise InvalidRequest("request", str(error)) from error
 
@@ -226,7 +226,9 @@ class MacEngine:
         # New content, new epoch; a clock that jumped back must not repeat one.
         self.epoch = max(self.epoch + 1, time.time_ns())
         return worker_pb2.Configure(
-            block_size=self._config.kv.block_size_tokens, num_blocks=self.kv.layout.num_blocks, root_hash=self.root
+            block_size=self._config.kv.block_size_tokens,
+            num_blocks=self.kv.layout.pools[0].num_blocks,
+            root_hash=self.root,
         )
 
     def _plan_memory(self, described: worker_pb2.Description) -> None:
@@ -238,6 +240,7 @@ class MacEngine:
                 kv_budget_bytes=kv_budget_bytes(described, config.kv),
                 max_model_len=self.max_model_len,
                 block_size=config.kv.block_size_tokens,
+                max_in_flight_tokens=MAX_PLANS_IN_FLIGHT * config.batch.max_num_batched_tokens,
             )
         except ValueError as error:
             raise StartupFailed(f"{self.mac}: {error}") from error

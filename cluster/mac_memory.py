@@ -1,7 +1,7 @@
 """How many bytes of a Mac the KV cache may take."""
 
 from cluster.config import KVConfig
-from cluster.kv.spec import FullAttentionSpec
+from cluster.kv.spec import FullAttentionSpec, KVFormat, LayerSpec
 from protos.cidery.worker.v1 import worker_pb2
 
 # Activations of the largest step and MLX's buffer cache, until they are measured by a dry run.
@@ -9,7 +9,7 @@ ACTIVATION_BYTES = 512 * 1024 * 1024
 # A CPU serves for trying things out beside other programs: take a gigabyte unless told otherwise.
 CPU_KV_BYTES = 1024 * 1024 * 1024
 
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
@@ -29,8 +29,9 @@ def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
     return budget if described.is_gpu else min(budget, CPU_KV_BYTES)
 
 
-def layer_specs(described: worker_pb2.Description) -> list[FullAttentionSpec]:
+def layer_specs(described: worker_pb2.Description) -> list[LayerSpec]:
     """One spec for each KV cache of the model."""
     return [
-        FullAttentionSpec(layer.num_kv_heads, layer.head_dim, _DTYPE_BYTES[layer.dtype]) for layer in described.layers
+        FullAttentionSpec(layer.num_kv_heads, layer.head_dim, KVFormat(_DTYPE_BITS[layer.dtype]))
+        for layer in described.layers
     ]

@@ -95,7 +95,7 @@ class Reporter:
             block_size=engine.kv.layout.block_size,
             address=address,
             max_model_len=engine.max_model_len,
-            num_blocks=engine.kv.layout.num_usable_blocks,
+            num_blocks=engine.kv.num_blocks,
         )
         answer = await self._router("join", info, engine.tokenizer_digest, is_draining=self.is_draining)
         if answer is ReportAnswer.RESYNC:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from cluster.errors import BY_REASON, CideryError, InvalidRequest, RequestTooLong
 from cluster.kv.hashing import BlockHash, join_hashes, split_hashes
-from cluster.scheduling.plan import FilledBlock, GroupBlocks, NewSequence, Sampled, Slice, StepPlan, StepResult
+from cluster.kv.sequence import GroupBlocks
+from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
 from protos.cidery.node.v1 import node_pb2
 from protos.cidery.v1 import sampling_pb2
@@ -136,11 +137,16 @@ def failure_from_proto(message: node_pb2.Failure) -> CideryError:
 
 
 def plan_to_proto(plan: StepPlan) -> worker_pb2.ManagerMessage:
-    """One step for the worker."""
+    """One step for the worker. The worker has one pool, whose size never changes."""
+    assert not plan.resizes, "a model of one pool has no boundary to move"
     return worker_pb2.ManagerMessage(
         plan=worker_pb2.StepPlan(
             step_id=plan.step_id,
             released_seq_ids=plan.released_seq_ids,
+            edits=[
+                worker_pb2.TableEdit(seq_id=e.seq_id, group=e.group, index=e.index, block_id=e.block_id)
+                for e in plan.edits
+            ],
             new_sequences=[_new_sequence(new) for new in plan.new_sequences],
             copies=[worker_pb2.BlockCopy(group=c.group, source=c.source, target=c.target) for c in plan.copies],
             zeroes=_groups(plan.zeroes or {}),
@@ -153,7 +159,7 @@ def _new_sequence(new: NewSequence) -> worker_pb2.NewSequence:
     return worker_pb2.NewSequence(
         seq_id=new.seq_id,
         token_ids=new.token_ids,
-        block_hashes=join_hashes(new.block_hashes),
+        block_hashes=new.block_hashes,
         sampling=sampling_to_proto(new.sampling),
         stop_token_ids=new.stop_token_ids,
         block_tables=_groups(new.block_tables),
@@ -188,8 +194,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
             for row in message.sampled
         ),
         filled_blocks=tuple(
-            FilledBlock(block.seq_id, block.group, block.block_index, block.block_id, BlockHash(block.block_hash))
-            for block in message.filled_blocks
+            FilledBlock(block.seq_id, block.block_index, BlockHash(block.block_hash)) for block in message.filled_blocks
         ),
         skipped_seq_ids=tuple(message.skipped_seq_ids),
         run_s=message.timings.run_s,

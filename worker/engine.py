@@ -93,6 +93,8 @@ class Engine:
         tensors = self._configured()
         for seq_id in plan.released_seq_ids:
             self._release(seq_id)
+        for edit in plan.edits:
+            self._edit_table(edit, tensors)
         for message in plan.new_sequences:
             self._admit(message, tensors)
         self._move_blocks(plan, tensors)
@@ -118,6 +120,14 @@ class Engine:
     def _release(self, seq_id: int) -> None:
         if self._sequences.pop(seq_id, None) is None:
             raise ProtocolError(f"released sequence {seq_id} is unknown")
+
+    def _edit_table(self, edit: pb.TableEdit, tensors: KVTensors) -> None:
+        sequence = self._sequences.get(edit.seq_id)
+        if sequence is None:
+            raise ProtocolError(f"block table edit of sequence {edit.seq_id}, which is unknown")
+        check_group(edit.group, f"sequence {edit.seq_id}")
+        self._check_block_ids((edit.block_id,), f"sequence {edit.seq_id}", tensors)
+        sequence.replace_block(edit.index, edit.block_id)
 
     def _admit(self, message: pb.NewSequence, tensors: KVTensors) -> None:
         if message.seq_id in self._sequences:
@@ -177,10 +187,8 @@ class Engine:
             tensors.evaluate()
         self._step.end()
         for sequence, span in slices:
-            for index, block_id, block_hash in sequence.filled_blocks(span.start, span.end):
-                result.filled_blocks.add(
-                    seq_id=sequence.seq_id, block_index=index, block_id=block_id, block_hash=block_hash
-                )
+            for index, block_hash in sequence.filled_blocks(span.start, span.end):
+                result.filled_blocks.add(seq_id=sequence.seq_id, block_index=index, block_hash=block_hash)
 
     def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
         logprobs = draw.logprobs()

@@ -39,6 +39,13 @@ class SequenceState:
             check_group(blocks.group, f"sequence {self.seq_id}")
             self.block_table.extend(blocks.block_ids)
 
+    def replace_block(self, index: int, block_id: int) -> None:
+        """Go over to another block of the same content."""
+        if index >= len(self.block_table):
+            has = len(self.block_table)
+            raise ProtocolError(f"sequence {self.seq_id}: edit of block {index} but the block table has {has}")
+        self.block_table[index] = block_id
+
     def append_token(self, token_id: int) -> bool:
         """Take a drawn token; True if it ends the sequence."""
         self.token_ids.append(token_id)
@@ -64,11 +71,11 @@ class SequenceState:
     def _bad_slice(self, start: int, end: int, problem: str) -> ProtocolError:
         return ProtocolError(f"sequence {self.seq_id}: slice [{start}, {end}) {problem}")
 
-    def filled_blocks(self, start: int, end: int) -> list[tuple[int, int, BlockHash]]:
-        """Index, id and hash of the blocks whose last slot lies in positions `[start, end)`."""
+    def filled_blocks(self, start: int, end: int) -> list[tuple[int, BlockHash]]:
+        """Index and hash of the blocks whose last slot lies in positions `[start, end)`."""
         size = self._block_size
         first, last = max(start // size, self._num_cached_blocks), end // size
-        return [(index, self.block_table[index], self._hash(index)) for index in range(first, last)]
+        return [(index, self._hash(index)) for index in range(first, last)]
 
     def _hash(self, index: int) -> BlockHash:
         size = self._block_size

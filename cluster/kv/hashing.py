@@ -1,14 +1,15 @@
-"""The only hash in the system: content addresses of KV blocks, equal on every machine and Python.
+"""The hash of the system: content addresses of KV blocks, equal on every machine and Python.
 
 `h_i = blake2b-128(h_{i-1}, tokens of block i as little-endian u32, extras)`. The root pins everything that makes KV
 interchangeable, so two Macs agree on a block_hash exactly when either could use the other's block.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from struct import iter_unpack
 from sys import byteorder
-from typing import NewType
+from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -43,14 +44,37 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int], extras: Iterable[str
     return BlockHash(digest.digest())
 
 
-def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Addresses of the full blocks of a sequence, first to last; a trailing partial block has none. O(tokens)."""
-    hashes: list[BlockHash] = []
-    parent = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hash_block(parent, token_ids[start : start + block_size])
+def hash_blocks(
+    root: BlockHash, token_ids: Sequence[int], block_size: int, extras: Mapping[int, Sequence[str]] | None = None
+) -> list[BlockHash]:
+    """Addresses of the full blocks of a sequence, first to last; a trailing partial block has none. O(tokens).
+
+    The same as `hash_block` block by block, in under half its time. `extras` are those of single blocks by block index;
+    those of blocks that are not full wait for them to be. Raises ValueError for a block_size below 1 or a negative
+    index, OverflowError for a token outside 32 bits.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    num_blocks = len(token_ids) // block_size
+    tokens = array("I", token_ids[: num_blocks * block_size])
+    if byteorder == "big":  # pragma: no cover
+        tokens.byteswap()
+    contents = [content for (content,) in iter_unpack(f"{tokens.itemsize * block_size}s", tokens)]
+    for index, fields in (extras or {}).items():
+        if index < 0:
+            raise ValueError(f"extras are keyed by block indices of at least 0, got {index}")
+        if index < num_blocks:
+            contents[index] += _typed(fields)
+    hashes: list[bytes] = []
+    parent: bytes = root
+    # Copying an empty state costs less than the constructor, whose many parameters are parsed at every call.
+    new_state = blake2b(digest_size=HASH_BYTES).copy
+    for content in contents:
+        digest = new_state()
+        digest.update(parent + content)
+        parent = digest.digest()
         hashes.append(parent)
-    return hashes
+    return cast(list[BlockHash], hashes)
 
 
 def join_hashes(hashes: Iterable[BlockHash]) -> bytes:

@@ -1,132 +1,229 @@
 """The ledger of one Mac's KV memory, as the scheduler sees it: ids and counts, never a tensor.
 
-Wires together what others own: the pool (references, free queue, content map), the coordinator (block tables) and
-the event log.
+Wires together what others own: the pools (references), the prefix tree (what is cached), the retention (what goes
+first), the coordinator (block tables) and the event log.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from cluster.kv.coordinator import (
-    ComputedBlocks,
-    GroupBlocks,
+    GroupCounts,
+    HybridKVCacheCoordinator,
     KVCacheCoordinator,
     KVCacheCoordinatorNoPrefixCache,
     UnitaryKVCacheCoordinator,
 )
 from cluster.kv.events import BlockEvent, EventLog
-from cluster.kv.hashing import BlockHash
-from cluster.kv.layout import KVLayout
-from cluster.kv.pool import BlockPool
+from cluster.kv.hashing import BlockHash, split_hashes
+from cluster.kv.layout import NULL_BLOCK, KVLayout
+from cluster.kv.memory import PoolResize
+from cluster.kv.retention import POLICIES, EvictionCounts
+from cluster.kv.sequence import BlockCopy, ComputedBlocks, GroupBlocks, StartedBlocks, TableEdit
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of all pools by state. `referenced` is what live sequences hold, `cached` what they don't but is findable."""
+
+    referenced_bytes: int
+    cached_bytes: int
+    free_bytes: int
 
 
 class KVCacheManager:
     """Every decision about KV memory: what a prefix can reuse, who gets a block, what is forgotten.
 
     A sequence lives from `start` to `free`. A block is findable only after `register`, which is called when its KV has
-    been computed, never when it is merely planned.
+    been computed, never when it is merely planned. Raises ValueError for an unknown policy.
     """
 
-    def __init__(self, layout: KVLayout, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, layout: KVLayout, *, policy: str = "value", enable_prefix_caching: bool = True) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, got {policy!r}")
         self.layout = layout
-        self._events = EventLog()
-        self._pool = BlockPool(layout.num_blocks, len(layout.groups), self._events)
-        coordinator = UnitaryKVCacheCoordinator if enable_prefix_caching else KVCacheCoordinatorNoPrefixCache
-        self._coordinator: KVCacheCoordinator = coordinator(layout, self._pool)
+        self._events = EventLog(len(layout.groups))
+        kind: type[KVCacheCoordinator] = HybridKVCacheCoordinator
+        if not enable_prefix_caching:
+            kind = KVCacheCoordinatorNoPrefixCache
+        elif len(layout.groups) == 1 and layout.groups[0].is_full:
+            kind = UnitaryKVCacheCoordinator
+        self._coordinator = kind(layout, POLICIES[policy](), self._events)
 
-    def get_computed_blocks(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> ComputedBlocks:
-        """The longest cached prefix of a sequence of `num_tokens` known tokens with these block hashes.
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent: then a prefix is resumable only where a checkpoint was made."""
+        return any(group.is_state for group in self.layout.groups)
 
-        A multiple of block_size and at most `num_tokens - 1`, because one token must run to sample the next.
-        Does not pin it or count as a use. O(blocks found).
+    def get_computed_blocks(self, hashes: bytes, num_tokens: int) -> ComputedBlocks:
+        """The longest cached prefix of a sequence of `num_tokens` known tokens with these joined block hashes.
+
+        At most `num_tokens - 1`, because one token must run to sample the next. Does not pin it or count as a use.
         """
-        return self._coordinator.find_longest_cache_hit(block_hashes, num_tokens - 1)
+        return self._coordinator.find_longest_cache_hit(hashes, num_tokens)
 
-    def can_allocate(self, computed: ComputedBlocks, num_tokens: int, *, num_reserved_blocks: int = 0) -> bool:
-        """Whether all `num_tokens` known tokens of a new sequence fit, with so many free blocks left to others."""
-        needed = self._coordinator.num_blocks_to_start(computed, num_tokens)
-        return needed + num_reserved_blocks <= self._pool.num_free
+    def is_current(self, computed: ComputedBlocks, hashes: bytes) -> bool:
+        """Whether looking up again would find the same. O(1)."""
+        return self._coordinator.is_current(computed, hashes)
 
-    def start(self, seq_id: int, computed: ComputedBlocks) -> None:
-        """Open a sequence on the cached prefix just looked up; its blocks stay until `free`. O(cached blocks)."""
-        self._coordinator.start(seq_id, computed)
+    def can_allocate(self, computed: ComputedBlocks, num_tokens: int, *, reserved_bytes: int = 0) -> bool:
+        """Whether all `num_tokens` known tokens of a new sequence fit, with so many free bytes left to others."""
+        coordinator = self._coordinator
+        return coordinator.pools.fits(coordinator.blocks_to_start(computed, num_tokens), reserved_bytes)
 
-    def num_missing_blocks(self, seq_id: int, num_tokens: int) -> int:
-        """Blocks that `allocate` would take."""
-        return self._coordinator.num_missing_blocks(seq_id, num_tokens)
-
-    def allocate(self, seq_id: int, num_tokens: int) -> GroupBlocks | None:
-        """Make room for the KV of a sequence's first `num_tokens` positions.
-
-        Returns the ids appended to its block tables, empty if it had room already (O(1)); None, with nothing changed,
-        if too few blocks are free.
-        """
-        return self._coordinator.allocate(seq_id, num_tokens)
-
-    def register(
+    def start(
         self,
         seq_id: int,
-        group: int,
-        block_index: int,
-        block_id: int,
-        block_hash: BlockHash,
-        parent_hash: BlockHash | None,
-    ) -> bool:
-        """Make a block findable whose every slot now holds computed KV.
+        computed: ComputedBlocks,
+        hashes: bytes = b"",
+        *,
+        points: Iterable[int] = (),
+        now_s: float = 0.0,
+        priority: int = 0,
+        pinned_until_s: float = 0.0,
+    ) -> StartedBlocks:
+        """Open a sequence on the cached prefix just looked up; its blocks stay until `free`. O(cached blocks).
 
-        False, and nothing done, if the sequence has ended or no longer holds that block at that index: by then the
-        block may be somebody else's.
+        `points`: token offsets that are worth resuming at; each is rounded down to a block.
         """
-        return self._coordinator.register(seq_id, group, block_index, block_id, block_hash, parent_hash)
+        return self._coordinator.open(
+            seq_id, computed, hashes, points, now_s=now_s, priority=priority, pinned_until_s=pinned_until_s
+        )
 
-    def free(self, seq_id: int) -> None:
-        """End a sequence. Its registered blocks stay findable until their memory is needed. O(blocks)."""
-        self._coordinator.free(seq_id)
+    def release_sources(self) -> None:
+        """To be called when a plan is complete that has the copies of `start`: their sources are kept until then."""
+        self._coordinator.release_sources()
+
+    def num_missing_bytes(self, seq_id: int, num_tokens: int) -> int:
+        """What a sequence will still take on its way to `num_tokens` tokens."""
+        return self._coordinator.num_missing_bytes(seq_id, num_tokens)
+
+    def allocate(
+        self, seq_id: int, num_tokens: int, num_processed: int = 0, num_lookahead: int = 0
+    ) -> GroupBlocks | None:
+        """Make room for the KV of a sequence's first `num_tokens` positions and `num_lookahead` speculative ones.
+
+        Returns the ids appended to its block tables, empty if it had room already (O(1)); None, with nothing changed
+        but windows moved on, if too few blocks are free. `num_processed` tokens have run for certain.
+        """
+        most = min(num_tokens + num_lookahead, max(num_tokens, self.layout.max_model_len))
+        return self._coordinator.allocate(seq_id, most, num_processed)
+
+    def register(self, seq_id: int, first_index: int, hashes: bytes) -> list[TableEdit]:
+        """Make consecutive blocks findable whose every slot now holds computed KV.
+
+        Where a content is known already the sequence goes over to the known block and its own copy is free: the
+        worker must follow the edits. Nothing happens if the sequence has ended.
+        """
+        return self._coordinator.register(seq_id, first_index, hashes)
+
+    def checkpoint(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+        """Copies that keep a recurrent model's state after `num_tokens` tokens, a multiple of the block size.
+
+        To be made before the next token runs. Empty if there is nothing to copy, or no memory for it.
+        """
+        return self._coordinator.checkpoint(seq_id, num_tokens)
+
+    def confirm_checkpoint(self, seq_id: int, num_tokens: int, *, is_point: bool) -> None:
+        """The worker has made those copies. If not a resume point, it becomes one only where the sequence ends."""
+        self._coordinator.confirm_checkpoint(seq_id, num_tokens, is_point=is_point)
+
+    def free(self, seq_id: int, num_processed: int = 0, *, is_settled: bool = True) -> None:
+        """End a sequence of which `num_processed` tokens have run. What it registered stays while memory allows.
+
+        `is_settled`: no plan in flight will run more of it, so that its state is the one after those tokens.
+        """
+        self._coordinator.free(seq_id, num_processed, is_settled=is_settled)
 
     def block_tables(self, seq_id: int) -> GroupBlocks:
-        """The block ids of a live sequence by group, first to last."""
-        return self._coordinator.block_tables(seq_id)
+        """The block ids of a live sequence by group, first to last; null where a window has moved on."""
+        return {group: tuple(table) for group, table in enumerate(self._coordinator.sequences[seq_id].tables)}
+
+    def take_resizes(self) -> tuple[PoolResize, ...]:
+        """Pool boundaries moved since the last call: the worker follows before anything else of its next step."""
+        return self._coordinator.take_resizes()
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one more block in every group that holds tokens."""
+        return sum(group.page_bytes for group in self.layout.groups if not group.is_state)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all pools that sequences can hold."""
+        return sum(pool.num_blocks - 1 for pool in self._coordinator.pools.pools)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no live sequence holds, cached or not."""
-        return self._pool.num_free
+        return sum(pool.num_free for pool in self._coordinator.pools.pools)
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that live sequences hold; a shared block counts once."""
-        return self.layout.num_usable_blocks - self._pool.num_free
+        return sum(pool.num_used for pool in self._coordinator.pools.pools)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no live sequence holds, cached or not."""
+        return self._coordinator.pools.free_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that live sequences hold; a shared block counts once."""
+        return self._coordinator.pools.used_bytes
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks that can be found by hash, whether or not a live sequence holds them."""
-        return self._pool.num_cached
+        return sum(pool.num_cached for pool in self._coordinator.pools.pools)
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that live sequences hold, 0 to 1."""
-        return self.num_used_blocks / self.layout.num_usable_blocks
+        """Share of the usable bytes that live sequences hold, 0 to 1."""
+        return self.used_bytes / self.layout.usable_bytes
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Bytes by state."""
+        pools = self._coordinator.pools
+        cached = sum(p.num_evictable * page for p, page in zip(pools.pools, pools.page_bytes, strict=True))
+        return MemoryUse(pools.used_bytes, cached, pools.free_bytes - cached)
+
+    @property
+    def group_counts(self) -> Sequence[GroupCounts]:
+        """Look-ups and hits of each group."""
+        return self._coordinator.counts
+
+    @property
+    def eviction_counts(self) -> Sequence[EvictionCounts]:
+        """Evictions of each group by reason."""
+        return self._coordinator.retention.counts
 
     def take_events(self) -> tuple[BlockEvent, ...]:
         """Presence transitions since the last call, oldest first; to be taken after every step."""
         return self._events.take()
 
+    def digests(self) -> tuple[int, ...]:
+        """Of each group's present hashes: equal exactly if the sets are (XOR; O(1))."""
+        return self._events.digests()
+
     def snapshot(self) -> list[tuple[int, BlockHash]]:
-        """(group, block_hash) of all that is present: the state that the events up to now lead to."""
-        return self._pool.snapshot()
+        """(group, block_hash) of all that is present: the state that the events up to now lead to. O(blocks)."""
+        present: list[tuple[int, BlockHash]] = []
+        for segment in self._coordinator.tree.walk():
+            hashes = split_hashes(bytes(segment.hashes))
+            for group, blocks in enumerate(segment.blocks):
+                present += [(group, h) for h, block_id in zip(hashes, blocks, strict=True) if block_id != NULL_BLOCK]
+        return present
 
     def reset(self) -> None:
         """The worker and its memory are gone: forget all sequences and all content, and untaken events with them.
 
-        Makes no BlockRemoved: the edge starts a new epoch, which says the same in one word.
+        Makes no event: the edge starts a new epoch, which says the same in one word.
         """
         self._coordinator.reset()
-        self._pool.reset()
-        self._events.take()
 
     def check(self) -> None:
-        """Assert that pool and block tables agree. O(num_blocks): for tests and idle moments."""
-        self._pool.check()
-        references = self._coordinator.count_references()
-        for block_id in range(self.layout.num_blocks):
-            held, counted = references[block_id], self._pool.ref_count(block_id)
-            assert held == counted, f"block {block_id} is in {held} block tables, its ref_count is {counted}"
+        """Assert that pools, tree, block tables, budget and events agree. O(blocks): for tests and idle moments."""
+        self._coordinator.check()

@@ -1,167 +1,167 @@
-"""The blocks of one memory pool: who is free, who is referenced, whose content is known.
+"""The blocks of one size in bytes: who is referenced, who holds cached content, who is empty.
 
-Owns the reference counts, the free queue and the map from content to block. State of block b lives at index b of flat
-arrays, so a block costs no Python object until it is cached.
+State of block b lives at index b of flat arrays, so a block costs no Python object.
 
-    block             ref_count   in the free queue          hash   in the map
-    null (0)          0           no: it is the sentinel     no     no
-    in use            > 0         no                         no     no
-    in use, cached    > 0         no                         yes    yes
-    free, empty       0           before all cached ones     no     no
-    free, cached      0           least recently used first  yes    yes
+    block             references   cached   counted as
+    null (0)          0            no       neither
+    in use            > 0          no       used
+    in use, cached    > 0          yes      used
+    cached            0            yes      evictable
+    empty             0            no       empty
+
+Which content a cached block holds is the prefix tree's to know, and which is forgotten first the retention policy's.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from cluster.kv.events import EventLog
-from cluster.kv.hashing import BlockHash
 from cluster.kv.layout import NULL_BLOCK
 
 
 class BlockPool:
-    """Hands out block ids, shares cached ones and forgets the least recently used content when it runs short."""
+    """Hands out block ids and counts references. Ids that were never used come last: memory is committed lazily."""
 
-    def __init__(self, num_blocks: int, num_groups: int, events: EventLog) -> None:
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (one is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
-        self._num_groups = num_groups
-        self._events = events
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything. Makes no events: only a new epoch can tell others that a whole cache is gone."""
-        num_blocks = self.num_blocks
-        self._ref_counts = array("i", bytes(4 * num_blocks))
-        self._hashes: list[BlockHash | None] = [None] * num_blocks
-        self._groups = array("H", bytes(2 * num_blocks))
-        self._block_by_hash: tuple[dict[BlockHash, int], ...] = tuple({} for _ in range(self._num_groups))
-        # A circular doubly linked list through the null block, so that no link needs a special case.
-        self._next = array("i", [*range(1, num_blocks), NULL_BLOCK])
-        self._prev = array("i", [num_blocks - 1, *range(num_blocks - 1)])
-        self._num_free = num_blocks - 1
+        """Forget everything but the size."""
+        self._refs = array("i", bytes(4 * self.num_blocks))
+        self._is_cached = bytearray(self.num_blocks)
+        # A stack: what was given back last is used first, while it is warm.
+        self._returned = array("i")
+        self._first_unused = NULL_BLOCK + 1
+        self.num_evictable = 0
+        self.num_cached = 0
+
+    @property
+    def num_empty(self) -> int:
+        """Blocks that can be taken at once."""
+        return len(self._returned) + self.num_blocks - self._first_unused
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody references, whether or not they still hold cached content."""
-        return self._num_free
+        return self.num_empty + self.num_evictable
 
     @property
-    def num_cached(self) -> int:
-        """Blocks whose content can be found by its hash, referenced or not."""
-        return sum(map(len, self._block_by_hash))
+    def num_used(self) -> int:
+        """Blocks that somebody references."""
+        return self.num_blocks - 1 - self.num_free
 
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold the block."""
-        return self._ref_counts[block_id]
+        return self._refs[block_id]
 
-    def find(self, block_hash: BlockHash, group: int) -> int | None:
-        """The block that holds this content. Does not count as a use."""
-        return self._block_by_hash[group].get(block_hash)
+    def is_evictable(self, block_id: int) -> bool:
+        """Whether it holds cached content that nobody references."""
+        return bool(self._is_cached[block_id]) and self._refs[block_id] == 0
 
-    def allocate(self, num_blocks: int) -> tuple[int, ...]:
-        """Take the first blocks of the free queue, each with one reference; whatever they cached is forgotten.
-
-        The caller has made sure that so many are free. O(num_blocks).
-        """
-        assert num_blocks <= self._num_free, f"{num_blocks} blocks asked for, {self._num_free} free"
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Empty blocks, each with one reference. The caller has made sure that there are so many. O(num_blocks)."""
+        assert num_blocks <= self.num_empty, f"{num_blocks} blocks asked for, {self.num_empty} empty"
         taken: list[int] = []
-        block_id = self._next[NULL_BLOCK]
-        for _ in range(num_blocks):
-            if self._hashes[block_id] is not None:
-                self._evict(block_id)
-            self._ref_counts[block_id] = 1
-            taken.append(block_id)
-            block_id = self._next[block_id]
-        self._link(NULL_BLOCK, block_id)
-        self._num_free -= num_blocks
-        return tuple(taken)
+        num_returned = min(num_blocks, len(self._returned))
+        if num_returned:
+            taken = self._returned[-num_returned:].tolist()
+            del self._returned[-num_returned:]
+        num_unused = num_blocks - num_returned
+        if num_unused:
+            taken.extend(range(self._first_unused, self._first_unused + num_unused))
+            self._first_unused += num_unused
+        refs = self._refs
+        for block_id in taken:
+            refs[block_id] = 1
+        return taken
 
-    def touch(self, block_ids: Sequence[int]) -> None:
-        """One more reference to each; those that were free leave the free queue. O(len(block_ids))."""
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each; null blocks are passed over. O(blocks)."""
+        refs, is_cached = self._refs, self._is_cached
         for block_id in block_ids:
-            assert block_id != NULL_BLOCK, "the null block is never shared"
-            if self._ref_counts[block_id] == 0:
-                self._link(self._prev[block_id], self._next[block_id])
-                self._num_free -= 1
-            self._ref_counts[block_id] += 1
+            if block_id == NULL_BLOCK:
+                continue
+            if refs[block_id] == 0:
+                assert is_cached[block_id], f"block {block_id} is empty and can't be shared"
+                self.num_evictable -= 1
+            refs[block_id] += 1
 
-    def free(self, block_ids: Sequence[int]) -> None:
-        """One reference less to each block of a chain, given first to last. O(len(block_ids)).
+    def free(self, block_ids: Iterable[int]) -> None:
+        """One reference less to each; null blocks are passed over. O(blocks)."""
+        refs, is_cached, returned = self._refs, self._is_cached, self._returned
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            left = refs[block_id] - 1
+            assert left >= 0, f"block {block_id} was freed more often than taken"
+            refs[block_id] = left
+            if left == 0:
+                if is_cached[block_id]:
+                    self.num_evictable += 1
+                else:
+                    returned.append(block_id)
 
-        Without its head a chain's tail is useless, so the tail is queued, and later evicted, first. Blocks without
-        content worth keeping go to the head of the queue: reusing them costs nobody a hit.
+    def cache(self, block_ids: Iterable[int]) -> None:
+        """From now on these hold cached content. They are referenced. O(blocks)."""
+        refs, is_cached = self._refs, self._is_cached
+        for block_id in block_ids:
+            assert refs[block_id] > 0, f"block {block_id} is cached but nobody holds it"
+            assert not is_cached[block_id], f"block {block_id} is cached twice"
+            is_cached[block_id] = 1
+            self.num_cached += 1
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Their content is not cached any more; those that nobody references become empty. O(blocks)."""
+        refs, is_cached, returned = self._refs, self._is_cached, self._returned
+        for block_id in block_ids:
+            assert is_cached[block_id], f"block {block_id} is not cached"
+            is_cached[block_id] = 0
+            self.num_cached -= 1
+            if refs[block_id] == 0:
+                self.num_evictable -= 1
+                returned.append(block_id)
+
+    def grow(self, num_blocks: int) -> None:
+        """So many more blocks."""
+        self.num_blocks += num_blocks
+        self._refs.frombytes(bytes(4 * num_blocks))
+        self._is_cached.extend(bytes(num_blocks))
+
+    def shrink(self, num_blocks: int) -> dict[int, int]:
+        """So many blocks less, taken off the end; at least so many are empty. O(blocks).
+
+        Returns the moves, {source: target}, of blocks in use that lay there; whoever knows of them has to follow.
         """
-        for block_id in reversed(block_ids):
-            ref_count = self._ref_counts[block_id] - 1
-            assert ref_count >= 0, f"block {block_id} was freed more often than taken"
-            self._ref_counts[block_id] = ref_count
-            if ref_count == 0:
-                after = NULL_BLOCK if self._hashes[block_id] is None else self._prev[NULL_BLOCK]
-                before = self._next[after]
-                self._link(after, block_id)
-                self._link(block_id, before)
-                self._num_free += 1
+        assert 0 < num_blocks <= self.num_empty, f"{num_blocks} blocks to give up, {self.num_empty} empty"
+        end = self.num_blocks - num_blocks
+        self._returned = array("i", sorted((b for b in self._returned if b < end), reverse=True))
+        moves: dict[int, int] = {}
+        for source in range(end, min(self._first_unused, self.num_blocks)):
+            if self._refs[source] or self._is_cached[source]:
+                if self._returned:
+                    target = self._returned.pop()
+                else:
+                    target = self._first_unused
+                    self._first_unused += 1
+                moves[source] = target
+                self._refs[target], self._is_cached[target] = self._refs[source], self._is_cached[source]
+        del self._refs[end:]
+        del self._is_cached[end:]
+        self.num_blocks = end
+        self._first_unused = min(self._first_unused, end)
+        return moves
 
-    def register(
-        self, block_id: int, group: int, block_hash: BlockHash, parent_hash: BlockHash | None, block_index: int
-    ) -> None:
-        """Make the content of a referenced block findable.
-
-        If another block holds the same content already, that one stays the one found and this one stays unknown.
-        """
-        assert self._ref_counts[block_id] > 0, f"block {block_id} is registered but nobody holds it"
-        assert self._hashes[block_id] is None, f"block {block_id} is registered twice"
-        if block_hash in self._block_by_hash[group]:
-            return
-        self._block_by_hash[group][block_hash] = block_id
-        self._hashes[block_id] = block_hash
-        self._groups[block_id] = group
-        self._events.stored(group, block_hash, parent_hash, block_index)
-
-    def snapshot(self) -> list[tuple[int, BlockHash]]:
-        """(group, block_hash) of everything cached: what replaying all events of this epoch gives."""
-        return [(group, h) for group, block_by_hash in enumerate(self._block_by_hash) for h in block_by_hash]
-
-    def free_queue(self) -> list[int]:
-        """Free blocks in the order in which they will be taken. O(num_free): for checks."""
-        queue: list[int] = []
-        block_id = self._next[NULL_BLOCK]
-        while block_id != NULL_BLOCK:
-            assert self._prev[self._next[block_id]] == block_id, f"the free queue's links part at block {block_id}"
-            queue.append(block_id)
-            assert len(queue) < self.num_blocks, "the free queue has a cycle beside its sentinel"
-            block_id = self._next[block_id]
-        return queue
-
-    def check(self) -> None:
-        """Assert the table at the top of this module for every block. O(num_blocks)."""
-        queue = self.free_queue()
-        assert len(queue) == self._num_free, f"{len(queue)} blocks queued, {self._num_free} counted as free"
-        assert self._ref_counts[NULL_BLOCK] == 0, "the null block is referenced"
-        assert self._hashes[NULL_BLOCK] is None, "the null block is cached"
-        unreferenced = {block_id for block_id in range(1, self.num_blocks) if self._ref_counts[block_id] == 0}
-        assert set(queue) == unreferenced, f"queued and unreferenced blocks differ: {set(queue) ^ unreferenced}"
-        is_cached = [self._hashes[block_id] is not None for block_id in queue]
-        assert is_cached == sorted(is_cached), "a cached block is queued before an empty one"
-        mapped = {
-            block_id: (group, block_hash)
-            for group, block_by_hash in enumerate(self._block_by_hash)
-            for block_hash, block_id in block_by_hash.items()
-        }
-        known = {i: (self._groups[i], h) for i, h in enumerate(self._hashes) if h is not None}
-        assert mapped == known, "the map and the blocks' own hashes differ"
-        assert len(mapped) == self.num_cached, "a block is mapped twice"
-
-    def _evict(self, block_id: int) -> None:
-        block_hash = self._hashes[block_id]
-        assert block_hash is not None
-        self._hashes[block_id] = None
-        group = self._groups[block_id]
-        del self._block_by_hash[group][block_hash]
-        self._events.removed(group, block_hash)
-
-    def _link(self, first: int, second: int) -> None:
-        self._next[first] = second
-        self._prev[second] = first
+    def check(self, held: Sequence[int], cached: set[int]) -> None:
+        """Assert the table at the top, given how often each block is in a block table and which the tree holds."""
+        assert list(self._refs) == list(held), "reference counts and block tables differ"
+        assert {b for b in range(self.num_blocks) if self._is_cached[b]} == cached, "cached flags and the tree differ"
+        assert self.num_cached == len(cached), "cached blocks are miscounted"
+        assert not held[NULL_BLOCK], "the null block is referenced"
+        assert NULL_BLOCK not in cached, "the null block is cached"
+        empty = {b for b in range(1, self._first_unused) if not held[b] and b not in cached}
+        assert len(self._returned) == len(empty), "a block was returned twice or lost"
+        assert set(self._returned) == empty, "returned and empty blocks differ"
+        assert self.num_evictable == sum(not held[b] for b in cached), "evictable blocks are miscounted"
+        assert all(not held[b] and b not in cached for b in range(self._first_unused, self.num_blocks))

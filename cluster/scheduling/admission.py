@@ -36,10 +36,10 @@ def check_request(request: Request, config: SchedulerConfig, layout: KVLayout) -
             f"{config.max_model_len - 1} fit max_model_len {config.max_model_len}"
         )
     length = max_length(request, config)
-    num_blocks = layout.num_blocks_for(length) * len(layout.groups)
-    if num_blocks > layout.num_usable_blocks:
+    num_bytes = layout.bytes_for(length)
+    if num_bytes > layout.usable_bytes:
         raise RequestTooLong(
             f"request {request.request_id}: {num_prompt_tokens} prompt tokens + max_tokens {request.max_tokens}, cut "
-            f"at max_model_len {config.max_model_len}, = {length} tokens = {num_blocks} blocks of {layout.block_size}; "
-            f"the KV cache has {layout.num_usable_blocks}"
+            f"at max_model_len {config.max_model_len}, = {length} tokens = {num_bytes} bytes of KV cache; "
+            f"it has {layout.usable_bytes}"
         )

@@ -18,7 +18,11 @@ class RequestTooLong(Refused):
 
 
 class QueueFull(Refused):
-    """Too many requests are waiting; another Mac, or a later try, may take it."""
+    """Too many requests are waiting; another Mac, or a try after `retry_after_s`, may take it."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ProtocolError(Exception):

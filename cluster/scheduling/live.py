@@ -1,8 +1,8 @@
 """One request while it is in the scheduler's hands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cluster.kv.hashing import BlockHash
+from cluster.kv.sequence import ComputedBlocks
 from cluster.scheduling.request import Request
 
 
@@ -10,7 +10,8 @@ from cluster.scheduling.request import Request
 class LiveRequest:
     """Positions of its tokens, when running:
 
-        [0, num_planned)            KV cached, computed, or to be computed by a plan in flight
+        [0, num_processed)          KV cached or computed for certain
+        [num_processed, num_planned)    to be computed by a plan in flight
         [num_planned, num_known)    known tokens still to be planned: prefill
         [num_known, num_ahead)      tokens that plans in flight will sample
 
@@ -22,9 +23,11 @@ class LiveRequest:
     arrival_s: float
     max_length: int
     token_ids: list[int]
-    block_hashes: list[BlockHash]
+    # Joined hashes of its full blocks, as far as they are known.
+    hashes: bytearray
     num_ahead: int
     num_planned: int = 0
+    num_processed: int = 0
     is_running: bool = False
     # The worker's name for it, new at every admission; 0 before the first, an id that the worker never sees.
     seq_id: int = 0
@@ -33,3 +36,32 @@ class LiveRequest:
     num_cached_tokens: int = 0
     # None until it first runs.
     queue_s: float | None = None
+    # The last look-up while it waits.
+    computed: ComputedBlocks | None = None
+    # Where prefill stops for a checkpoint of a recurrent model: token offsets, multiples of the block size.
+    stops: set[int] = field(default_factory=set)
+
+    @property
+    def tenant(self) -> str:
+        """Whose share it comes out of."""
+        return self.request.tenant
+
+    @property
+    def weight(self) -> float:
+        """The tenant's share in proportion to others'."""
+        return self.request.tenant_weight
+
+    @property
+    def priority(self) -> int:
+        """Higher goes first."""
+        return self.request.priority
+
+    @property
+    def deadline_s(self) -> float | None:
+        """None: the gateway aborts what has come too late."""
+        return None
+
+    @property
+    def cost_tokens(self) -> int:
+        """Tokens that it is expected to take, before it is known what is cached."""
+        return self.max_length

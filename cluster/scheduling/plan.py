@@ -4,14 +4,12 @@ Mirrors protos/cidery/worker/v1/worker.proto, where the meaning of each field is
 Plans are executed in order, and a plan may be made while the one before it is still running.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.kv.hashing import BlockHash
+from cluster.kv.memory import PoolResize
+from cluster.kv.sequence import BlockCopy, GroupBlocks, TableEdit
 from cluster.scheduling.request import SamplingParams, TokenLogprobs
-
-# Block ids appended to a sequence's block table, by group.
-GroupBlocks = Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,8 @@ class NewSequence:
 
     seq_id: int
     token_ids: tuple[int, ...]
-    block_hashes: tuple[BlockHash, ...]
+    # Joined hashes of its full blocks.
+    block_hashes: bytes
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     block_tables: GroupBlocks
@@ -38,20 +37,14 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy one block's KV in every layer of the group."""
-
-    group: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step; carried out in the order of the fields."""
 
     step_id: int
     released_seq_ids: tuple[int, ...] = ()
+    # Ids in all that follows are those after the moves; the worker renames those that it knows.
+    resizes: tuple[PoolResize, ...] = ()
+    edits: tuple[TableEdit, ...] = ()
     new_sequences: tuple[NewSequence, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     zeroes: GroupBlocks | None = None
@@ -70,12 +63,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block whose every slot holds computed KV."""
+    """A block of a sequence whose every slot holds computed KV, in all groups."""
 
     seq_id: int
-    group: int
     block_index: int
-    block_id: int
     block_hash: BlockHash
 
 

@@ -43,7 +43,15 @@ class Request:
     max_tokens: int
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
+    # Token offsets where messages end: prefixes that later requests are likely to share.
     boundaries: tuple[int, ...] = ()
+    # Who is served first, and in which proportion, while requests wait.
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    priority: int = 0
+    # How much longer than others its prefix is worth keeping (a step doubles), and for how long in any case.
+    retention_priority: int = 0
+    pin_s: float = 0.0
 
 
 class Finish(Enum):

@@ -1,24 +1,35 @@
 """Continuous batching: what runs in the next step, and what a step's result means for each request.
 
-Owns the queue of waiting requests, the list of running ones and the plans in flight. Both lists are in order of
-arrival, and every running request arrived before every waiting one: admission is first come, first served, and the
-latest arrival is preempted first. So the oldest request always gets what it needs, and all requests end.
+Owns the queue of waiting requests, the list of running ones and the plans in flight. Whose turn it is among those that
+wait is the queue's to say. Running ones are in order of admission; whoever lacks blocks takes them from the lowest
+priority, the latest admitted first. So the first of the highest priority always gets what it needs, and all end.
 
 Plans are executed in order, which is why blocks may be given away while a plan that writes them is in flight: whoever
 gets them writes them in a later plan, and blocks found by their hash are full and never written again.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.kv.coordinator import ComputedBlocks, GroupBlocks
+from cluster.kv.hashing import HASH_BYTES, join_hashes
 from cluster.kv.manager import KVCacheManager
+from cluster.kv.memory import PoolResize
+from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks, TableEdit
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.live import LiveRequest
-from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
+from cluster.scheduling.plan import FilledBlock, Sampled, Slice, StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, Update
+from cluster.scheduling.step_builder import Checkpoint, StepBuilder
+from cluster.scheduling.waiting import WaitingQueue
+
+# Waiting requests that one step looks at beyond those that wait for a sibling.
+_MAX_PASSED_OVER = 64
+# Until a step has been timed.
+_FIRST_TOKENS_PER_S = 1000.0
+_SPEED_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,10 @@ class SchedulerStats:
 class _PlanInFlight:
     step_id: int
     num_samples: int
+    num_tokens: int
+    # (seq_id, one past its last position) of each row.
+    ends: tuple[tuple[int, int], ...]
+    checkpoints: tuple[Checkpoint, ...]
 
 
 class Scheduler:
@@ -46,13 +61,17 @@ class Scheduler:
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig) -> None:
         self._kv = kv
         self._config = config
-        self._waiting: deque[LiveRequest] = deque()
+        self._waiting: WaitingQueue[LiveRequest] = WaitingQueue()
+        self._num_waiting_tokens = 0
+        self._tokens_per_s = _FIRST_TOKENS_PER_S
         self._running: list[LiveRequest] = []
         self._live_by_id: dict[str, LiveRequest] = {}
         # Also holds the old seq_id of a preempted request, whose rows in flight still bring valid tokens.
         self._live_by_seq: dict[int, LiveRequest] = {}
         self._in_flight: deque[_PlanInFlight] = deque()
         self._released_seq_ids: list[int] = []
+        self._edits: list[TableEdit] = []
+        self._resizes: list[PoolResize] = []
         self._next_seq_id = 1
         self._next_step_id = 1
         self._first_step_id = 1
@@ -73,20 +92,23 @@ class Scheduler:
         if len(request.token_ids) >= length:
             return Update(request.request_id, (), (), Finish.LENGTH, num_cached_tokens=0, queue_s=0.0)
         if len(self._waiting) >= self._config.max_waiting:
+            drain_s = self._num_waiting_tokens / self._tokens_per_s
             raise QueueFull(
                 f"request {request.request_id}: {len(self._waiting)} requests are waiting, "
-                f"max_waiting is {self._config.max_waiting}"
+                f"max_waiting is {self._config.max_waiting}; at the present speed they take {drain_s:.0f} s",
+                retry_after_s=drain_s,
             )
         live = LiveRequest(
             request=request,
             arrival_s=now_s,
             max_length=length,
             token_ids=list(request.token_ids),
-            block_hashes=list(request.block_hashes),
+            hashes=bytearray(join_hashes(request.block_hashes)),
             num_ahead=len(request.token_ids),
         )
         self._live_by_id[request.request_id] = live
-        self._waiting.append(live)
+        self._waiting.push(live)
+        self._num_waiting_tokens += live.cost_tokens
         return None
 
     def abort(self, request_id: str) -> bool:
@@ -97,7 +119,7 @@ class Scheduler:
         live = self._live_by_id.get(request_id)
         if live is None:
             return False
-        self._drop(live)
+        self._drop(live, is_settled=self._is_settled(live))
         return True
 
     def schedule(self, now_s: float) -> StepPlan | None:
@@ -107,19 +129,31 @@ class Scheduler:
         next plan that has rows.
         """
         assert len(self._in_flight) < self._config.max_plans_in_flight, f"{len(self._in_flight)} plans are in flight"
-        step_id = self._next_step_id
-        slices: list[Slice] = []
-        prefilling = self._plan_decodes(step_id, slices)
-        budget = self._config.max_num_batched_tokens - len(slices)
-        budget = self._plan_prefills(prefilling, budget, step_id, slices)
-        new_sequences = self._admit(budget, step_id, now_s, slices) if self._waiting else []
-        if not slices:
+        self._edits = [edit for edit in self._edits if edit.seq_id in self._live_by_seq]
+        step = StepBuilder(self._kv, self._next_step_id, self._edits, self._resizes)
+        prefilling = self._plan_decodes(step)
+        budget = self._config.max_num_batched_tokens - len(step.slices)
+        budget = self._plan_prefills(prefilling, budget, step)
+        if self._waiting:
+            self._admit(budget, step, now_s)
+        if not step.slices:
             return None
         self._next_step_id += 1
-        self._in_flight.append(_PlanInFlight(step_id, num_samples=sum(s.samples for s in slices)))
-        released_seq_ids = tuple(self._released_seq_ids)
+        step.edits = [edit for edit in self._edits if edit.seq_id not in self._released_seq_ids]
+        plan = step.finish(self._released_seq_ids)
+        self._in_flight.append(
+            _PlanInFlight(
+                step.step_id,
+                num_samples=sum(s.samples for s in plan.slices),
+                num_tokens=sum(s.num_tokens for s in plan.slices),
+                ends=tuple((s.seq_id, s.start + s.num_tokens) for s in plan.slices),
+                checkpoints=tuple(step.checkpoints),
+            )
+        )
         self._released_seq_ids.clear()
-        return StepPlan(step_id, released_seq_ids, tuple(new_sequences), slices=tuple(slices))
+        self._edits.clear()
+        self._resizes.clear()
+        return plan
 
     def apply(self, result: StepResult) -> list[Update]:
         """Take in the result of the oldest plan in flight; returns what is new for each request that got a token.
@@ -129,10 +163,9 @@ class Scheduler:
         """
         if result.step_id < self._first_step_id:
             return []
-        self._match_plan(result)
+        plan = self._match_plan(result)
         # Before the tokens: a request that ends here leaves its blocks findable.
-        for block in result.filled_blocks:
-            self._register(block)
+        self._confirm(plan, result)
         updates: list[Update] = []
         for sampled in result.sampled:
             live = self._live_by_seq.get(sampled.seq_id)
@@ -142,16 +175,20 @@ class Scheduler:
 
     def worker_lost(self) -> None:
         """The worker and all KV are gone: running requests wait again, with the tokens that they have so far."""
-        for live in self._running:
+        for live in reversed(self._running):
             live.is_running = False
-        self._waiting.extendleft(reversed(self._running))
+            self._waiting.push_front(live)
+            self._num_waiting_tokens += live.cost_tokens
         self._running.clear()
         for live in self._waiting:
-            live.num_planned = 0
+            live.num_planned = live.num_processed = 0
             live.num_ahead = len(live.token_ids)
+            live.computed = None
         self._live_by_seq.clear()
         self._in_flight.clear()
         self._released_seq_ids.clear()
+        self._edits.clear()
+        self._resizes.clear()
         self._first_step_id = self._next_step_id
         self._kv.reset()
 
@@ -184,11 +221,11 @@ class Scheduler:
         """Assert every invariant of the scheduler and of the KV cache under it. O(blocks + requests)."""
         self._kv.check()
         assert len(self._running) <= self._config.max_num_seqs
-        in_order = [*self._running, *self._waiting]
-        assert sorted(map(id, in_order)) == sorted(map(id, self._live_by_id.values())), "a request is lost or doubled"
-        arrivals = [live.arrival_s for live in in_order]
-        assert arrivals == sorted(arrivals), "a request overtook an older one"
-        for live in in_order:
+        self._waiting.check()
+        everyone = [*self._running, *self._waiting]
+        assert sorted(map(id, everyone)) == sorted(map(id, self._live_by_id.values())), "a request is lost or doubled"
+        assert self._num_waiting_tokens == sum(live.cost_tokens for live in self._waiting)
+        for live in everyone:
             num_known = len(live.token_ids)
             assert num_known <= live.num_ahead <= live.max_length
             assert num_known < live.max_length, "a complete request is still live"
@@ -199,129 +236,192 @@ class Scheduler:
                 assert live.num_planned < live.num_ahead
                 assert live.num_ahead == num_known or live.num_planned + 1 == live.num_ahead
             else:
-                assert live.num_planned == 0
-        held = sum(len(t) for live in self._running for t in self._kv.block_tables(live.seq_id).values())
-        assert held >= self._kv.num_used_blocks, "somebody who is not running holds a block"
+                assert live.num_planned == live.num_processed == 0
+        assert bool(self._running) or self._kv.used_bytes == 0, "somebody who is not running holds a block"
 
-    def _plan_decodes(self, step_id: int, slices: list[Slice]) -> list[LiveRequest]:
+    def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
         prefilling: list[LiveRequest] = []
-        # Preemption takes requests off the end, beyond the one in hand.
-        for live in self._running:
+        block_size = self._kv.layout.block_size if self._kv.has_states else 0
+        for live in list(self._running):
             start = live.num_planned
-            if start + 1 != live.num_ahead:
+            if start + 1 != live.num_ahead or not live.is_running:
                 prefilling.append(live)
             elif live.num_ahead < live.max_length:
-                new_blocks = self._allocate(live, start + 1, step_id)
+                new_blocks = self._allocate(live, start + 1, step)
                 if new_blocks is not None:
                     live.num_planned = start + 1
                     live.num_ahead += 1
-                    live.last_step_id = step_id
-                    slices.append(Slice(live.seq_id, start, 1, True, new_blocks))
+                    live.last_step_id = step.step_id
+                    step.slices.append(Slice(live.seq_id, start, 1, True, new_blocks))
+                    if block_size and start % block_size == 0:
+                        step.checkpoint(live, start, is_point=start in live.stops)
         return prefilling
 
-    def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step_id: int, slices: list[Slice]) -> int:
-        """Chunks for admitted requests, oldest first; returns what is left of the budget."""
+    def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step: StepBuilder) -> int:
+        """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
         for live in prefilling:
             # A chunk may have preempted a later one of these.
             if live.is_running and budget > 0:
-                budget -= self._plan_chunk(live, budget, step_id, slices)
+                budget -= self._plan_chunk(live, budget, step)
         return budget
 
-    def _plan_chunk(self, live: LiveRequest, budget: int, step_id: int, slices: list[Slice]) -> int:
+    def _plan_chunk(self, live: LiveRequest, budget: int, step: StepBuilder) -> int:
         """The next chunk of one prompt; returns its tokens, 0 if there are no blocks for it in this step."""
         start, num_known = live.num_planned, len(live.token_ids)
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens)
-        new_blocks = self._allocate(live, start + num_tokens, step_id)
+        num_tokens = min([num_tokens, *(stop - start for stop in live.stops if stop > start)])
+        new_blocks = self._allocate(live, start + num_tokens, step)
         if new_blocks is None:
             return 0
         live.num_planned = start + num_tokens
         samples = live.num_planned == num_known
         live.num_ahead = num_known + samples
-        live.last_step_id = step_id
-        slices.append(Slice(live.seq_id, start, num_tokens, samples, new_blocks))
+        live.last_step_id = step.step_id
+        step.slices.append(Slice(live.seq_id, start, num_tokens, samples, new_blocks))
+        if start in live.stops:
+            step.checkpoint(live, start, is_point=True)
         return num_tokens
 
-    def _allocate(self, live: LiveRequest, num_tokens: int, step_id: int) -> GroupBlocks | None:
-        """Blocks for a running request, taken from later arrivals if need be; None if it must sit this step out.
+    def _allocate(self, live: LiveRequest, num_tokens: int, step: StepBuilder) -> GroupBlocks | None:
+        """Blocks for a running request, taken from others if need be; None if it must sit this step out.
 
-        It keeps its blocks meanwhile: an older request that needs them takes them, and until then recomputing them
-        would help nobody. A victim that has a row in this very plan is spared; it will need a block itself soon.
+        It keeps its blocks meanwhile: whoever needs them more takes them, and until then recomputing them would help
+        nobody. A victim that has a row in this very plan is spared; it will need a block itself soon.
         """
         while True:
-            new_blocks = self._kv.allocate(live.seq_id, num_tokens)
+            new_blocks = step.allocate(live, num_tokens)
             if new_blocks is not None:
                 return new_blocks
-            victim = self._running[-1]
+            # Lowest priority, then latest admitted.
+            victim = min(reversed(self._running), key=lambda each: each.priority)
             if victim is live:
-                assert live is not self._running[0], "a request alone in the pool outgrew it: admission is wrong"
+                assert len(self._running) > 1, "a request alone in the pool outgrew it: admission is wrong"
                 return None
-            if victim.last_step_id == step_id:
+            if victim.last_step_id == step.step_id:
                 return None
             self._preempt(victim)
 
     def _preempt(self, live: LiveRequest) -> None:
-        """Take back the blocks of the latest arrival; its tokens stay, and what is cached of it often does too."""
-        self._running.pop()
-        self._stop(live)
-        live.num_planned = 0
-        self._waiting.appendleft(live)
+        """Take back a request's blocks; its tokens stay, and what is cached of it often does too."""
+        self._running.remove(live)
+        self._stop(live, is_settled=self._is_settled(live))
+        live.num_planned = live.num_processed = 0
+        live.computed = None
+        self._waiting.push_front(live)
+        self._num_waiting_tokens += live.cost_tokens
         self._num_preemptions += 1
 
-    def _admit(self, budget: int, step_id: int, now_s: float, slices: list[Slice]) -> list[NewSequence]:
-        """Let waiting requests in, oldest first, as long as all their known tokens fit."""
-        admitted: list[NewSequence] = []
+    def _admit(self, budget: int, step: StepBuilder, now_s: float) -> None:
+        """Let waiting requests in, in the queue's order, as long as all their known tokens fit.
+
+        Only those are passed over whose prefix is being computed for another: they wait for it.
+        """
         # Left free: what admitted prompts still need, and a block to grow into for everyone, or the newcomer would soon
         # be preempted again.
-        num_reserved = sum(1 + self._num_owed_blocks(live) for live in self._running)
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
-            live = self._waiting[0]
+        block_bytes = self._kv.block_bytes
+        reserved_bytes = sum(block_bytes + self._owed_bytes(live) for live in self._running)
+        num_passed_over = 0
+        for live in self._waiting.candidates():
+            if budget <= 0 or len(self._running) >= self._config.max_num_seqs or num_passed_over > _MAX_PASSED_OVER:
+                return
             if self._in_flight and live.last_step_id >= self._in_flight[0].step_id:
-                break  # Preempted, and a plan in flight still brings a token of it.
-            if self._kv.num_free_blocks <= num_reserved:
-                break  # Spares the look-up, whose cost grows with the prompt, in every step of a full pool.
-            computed = self._kv.get_computed_blocks(live.block_hashes, len(live.token_ids))
-            if not self._kv.can_allocate(computed, len(live.token_ids), num_reserved_blocks=num_reserved):
-                break
-            self._waiting.popleft()
-            admitted.append(self._start(live, computed, now_s))
-            num_tokens = self._plan_chunk(live, budget, step_id, slices)
+                return  # Preempted, and a plan in flight still brings a token of it.
+            computed = self._look_up(live)
+            if self._is_computed_elsewhere(live, computed):
+                num_passed_over += 1
+                continue
+            if not self._running and not self._kv.can_allocate(computed, len(live.token_ids)):
+                # What it would go on from is in its own way: it has the whole cache, but not a block more.
+                computed = NO_HIT
+            if not self._kv.can_allocate(computed, len(live.token_ids), reserved_bytes=reserved_bytes):
+                return
+            self._waiting.admit(live)
+            self._num_waiting_tokens -= live.cost_tokens
+            self._start(live, computed, step, now_s)
+            num_tokens = self._plan_chunk(live, budget, step)
             assert num_tokens > 0, "admission promised room for the whole sequence"
             budget -= num_tokens
-            num_reserved += 1 + self._num_owed_blocks(live)
-        return admitted
+            reserved_bytes += block_bytes + self._owed_bytes(live)
 
-    def _num_owed_blocks(self, live: LiveRequest) -> int:
+    def _look_up(self, live: LiveRequest) -> ComputedBlocks:
+        """The cached prefix; looked up again only if the answer may have changed."""
+        hashes = bytes(live.hashes)
+        if live.computed is None or not self._kv.is_current(live.computed, hashes):
+            live.computed = self._kv.get_computed_blocks(hashes, len(live.token_ids))
+        return live.computed
+
+    def _is_computed_elsewhere(self, live: LiveRequest, computed: ComputedBlocks) -> bool:
+        """Whether a running prefill will soon have made more of the prefix resumable. O(running)."""
+        size = self._kv.layout.block_size
+        depth = computed.num_matched_tokens // size
+        at = slice(depth * HASH_BYTES, (depth + 1) * HASH_BYTES)
+        wanted = live.hashes[at]
+        if not wanted or (depth + 1) * size > len(live.token_ids) - 1:
+            return False
+        for other in self._running:
+            if other.hashes[at] == wanted and other.num_processed < len(other.token_ids):
+                if not self._kv.has_states:
+                    return other.num_processed < (depth + 1) * size
+                if self._shares_a_stop(live, other, computed.num_tokens):
+                    return True
+        return False
+
+    def _shares_a_stop(self, live: LiveRequest, other: LiveRequest, num_tokens: int) -> bool:
+        """Whether a running prefill of a recurrent model will keep a state that the waiting one can go on from.
+
+        Where their prompts part is such a place, if the other has not passed it.
+        """
+        size = self._kv.layout.block_size
+        limit = min(len(live.hashes), len(other.hashes), (len(live.token_ids) - 1) // size * HASH_BYTES)
+        common = next(
+            (
+                i
+                for i in range(0, limit, HASH_BYTES)
+                if live.hashes[i : i + HASH_BYTES] != other.hashes[i : i + HASH_BYTES]
+            ),
+            limit,
+        )
+        parting = common // HASH_BYTES * size
+        if parting > other.num_planned and parting > num_tokens:
+            other.stops.add(parting)
+        return any(max(num_tokens, other.num_processed - 1) < stop <= parting for stop in other.stops)
+
+    def _owed_bytes(self, live: LiveRequest) -> int:
         if live.num_planned >= len(live.token_ids):
             return 0
-        return self._kv.num_missing_blocks(live.seq_id, len(live.token_ids))
+        return self._kv.num_missing_bytes(live.seq_id, len(live.token_ids))
 
-    def _start(self, live: LiveRequest, computed: ComputedBlocks, now_s: float) -> NewSequence:
+    def _start(self, live: LiveRequest, computed: ComputedBlocks, step: StepBuilder, now_s: float) -> None:
         """Pin the cached prefix and give the sequence a name that no earlier result can mean."""
         assert live.num_ahead == len(live.token_ids), "a token of it is still in flight"
         self._live_by_seq.pop(live.seq_id, None)
         live.seq_id = self._next_seq_id
         self._next_seq_id += 1
         self._live_by_seq[live.seq_id] = live
-        self._kv.start(live.seq_id, computed)
-        live.num_planned = computed.num_tokens
+        points = self._points_of(live, computed)
+        step.start(live, computed, points, now_s)
+        live.stops = {point for point in points if point > computed.num_tokens} if self._kv.has_states else set()
+        live.num_planned = live.num_processed = computed.num_tokens
         live.is_running = True
+        live.computed = None
         self._running.append(live)
         if live.queue_s is None:
             live.queue_s = now_s - live.arrival_s
             live.num_cached_tokens = computed.num_tokens
             self._num_queried_tokens += len(live.token_ids)
             self._num_cached_tokens += computed.num_tokens
-        return NewSequence(
-            seq_id=live.seq_id,
-            token_ids=tuple(live.token_ids),
-            block_hashes=tuple(live.block_hashes),
-            sampling=live.request.sampling,
-            stop_token_ids=live.request.stop_token_ids,
-            block_tables=computed.block_ids,
-        )
 
-    def _match_plan(self, result: StepResult) -> None:
+    def _points_of(self, live: LiveRequest, computed: ComputedBlocks) -> set[int]:
+        """Offsets worth resuming at: message ends, the prompt's end, and where the content parts from what is known."""
+        size = self._kv.layout.block_size
+        request = live.request
+        offsets = {*request.boundaries, request.num_prompt_tokens, len(live.token_ids)}
+        if not computed.copies_last:
+            offsets.add(computed.num_matched_tokens)
+        return {offset // size * size for offset in offsets if size <= offset <= len(live.token_ids)}
+
+    def _match_plan(self, result: StepResult) -> _PlanInFlight:
         """Take the plan off the list if the result fits it."""
         expected = self._in_flight[0] if self._in_flight else None
         if expected is None or expected.step_id != result.step_id:
@@ -337,24 +437,36 @@ class Scheduler:
         for seq_id in result.skipped_seq_ids:
             if seq_id in self._live_by_seq:
                 raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
-        self._in_flight.popleft()
+        seconds = result.run_s + result.idle_s
+        if seconds > 0:
+            self._tokens_per_s += _SPEED_GAIN * (expected.num_tokens / seconds - self._tokens_per_s)
+        return self._in_flight.popleft()
 
-    def _register(self, block: FilledBlock) -> None:
-        """Extend the request's hash chain and make the block findable if the request still holds it."""
-        live = self._live_by_seq.get(block.seq_id)
-        if live is None:
-            return
-        chain, index = live.block_hashes, block.block_index
-        if index == len(chain):
-            chain.append(block.block_hash)
-        elif index > len(chain) or chain[index] != block.block_hash:
-            known = chain[index].hex() if index < len(chain) else f"only {len(chain)} blocks"
+    def _confirm(self, plan: _PlanInFlight, result: StepResult) -> None:
+        """What the plan computed is computed: states kept, blocks filled, rows run."""
+        for checkpoint in plan.checkpoints:
+            if checkpoint.seq_id in self._live_by_seq:
+                self._kv.confirm_checkpoint(checkpoint.seq_id, checkpoint.num_tokens, is_point=checkpoint.is_point)
+        for seq_id, first_index, hashes in _runs(result.filled_blocks):
+            live = self._live_by_seq.get(seq_id)
+            if live is not None:
+                self._extend_chain(live, first_index, hashes)
+                self._edits += self._kv.register(seq_id, first_index, hashes)
+        for seq_id, end in plan.ends:
+            live = self._live_by_seq.get(seq_id)
+            if live is not None and live.is_running and live.seq_id == seq_id:
+                live.num_processed = end
+
+    def _extend_chain(self, live: LiveRequest, first_index: int, hashes: bytes) -> None:
+        """Append to the request's hashes what it did not know, and compare the rest."""
+        at = first_index * HASH_BYTES
+        known = bytes(live.hashes[at : at + len(hashes)])
+        if at > len(live.hashes) or hashes[: len(known)] != known:
             raise ProtocolError(
-                f"request {live.request.request_id}: block {index} was reported as {block.block_hash.hex()}, "
-                f"known is {known}"
+                f"request {live.request.request_id}: blocks from {first_index} on were reported as {hashes.hex()}, "
+                f"known are {len(live.hashes) // HASH_BYTES} blocks, there {known.hex()}"
             )
-        parent_hash = chain[index - 1] if index else None
-        self._kv.register(block.seq_id, block.group, index, block.block_id, block.block_hash, parent_hash)
+        live.hashes += hashes[len(known) :]
 
     def _accept(self, live: LiveRequest, sampled: Sampled) -> Update:
         """Append a token. Valid for a preempted request too: the step ran while the blocks were still its own."""
@@ -365,25 +477,45 @@ class Scheduler:
         elif len(live.token_ids) == live.max_length:
             finish = Finish.LENGTH
         if finish is not None:
-            self._drop(live)
+            # A row in flight after a stop token will be skipped.
+            self._drop(live, is_settled=True)
         assert live.queue_s is not None
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         return Update(
             live.request.request_id, (sampled.token_id,), logprobs, finish, live.num_cached_tokens, live.queue_s
         )
 
-    def _drop(self, live: LiveRequest) -> None:
+    def _is_settled(self, live: LiveRequest) -> bool:
+        """Whether no plan in flight has a row of it."""
+        return not self._in_flight or live.last_step_id < self._in_flight[0].step_id
+
+    def _drop(self, live: LiveRequest, *, is_settled: bool) -> None:
         """Forget a request that has ended, wherever it is."""
         del self._live_by_id[live.request.request_id]
         self._live_by_seq.pop(live.seq_id, None)
         if live.is_running:
             self._running.remove(live)
-            self._stop(live)
+            self._stop(live, is_settled=is_settled)
         else:
             self._waiting.remove(live)
+            self._num_waiting_tokens -= live.cost_tokens
+        if live.queue_s is not None:
+            num_used = len(live.token_ids) - live.num_cached_tokens
+            self._waiting.charge(live.tenant, num_used - live.cost_tokens, priority=live.priority, weight=live.weight)
 
-    def _stop(self, live: LiveRequest) -> None:
+    def _stop(self, live: LiveRequest, *, is_settled: bool) -> None:
         """Give back the blocks, and tell the worker with the next plan."""
         live.is_running = False
-        self._kv.free(live.seq_id)
+        self._kv.free(live.seq_id, live.num_processed, is_settled=is_settled)
         self._released_seq_ids.append(live.seq_id)
+
+
+def _runs(blocks: Iterable[FilledBlock]) -> list[tuple[int, int, bytes]]:
+    """(seq_id, first index, joined hashes) of consecutive blocks of one sequence."""
+    runs: list[tuple[int, int, bytearray]] = []
+    for block in blocks:
+        if runs and runs[-1][0] == block.seq_id and runs[-1][1] + len(runs[-1][2]) // HASH_BYTES == block.block_index:
+            runs[-1][2].extend(block.block_hash)
+        else:
+            runs.append((block.seq_id, block.block_index, bytearray(block.block_hash)))
+    return [(seq_id, first, bytes(hashes)) for seq_id, first, hashes in runs]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster import wire
 from cluster.errors import BY_REASON, CideryError, InvalidRequest, MacLost, Overloaded, RequestTooLong
 from cluster.event_wire import Batch, PendingEvents, pack, pack_keys, unpack, unpack_keys
-from cluster.kv.events import BlockRemoved, BlockStored
+from cluster.kv.events import BlocksRemoved, BlocksStored
 from cluster.kv.hashing import BlockHash
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
 from protos.cidery.node.v1 import node_pb2
@@ -115,7 +115,7 @@ def test_pending_events_have_the_effect_of_all_in_order(happened):
     pending, present = PendingEvents(), set()
     for raw, is_stored in happened:
         block_hash = BlockHash(raw)
-        pending.add([BlockStored(0, block_hash, None, 0) if is_stored else BlockRemoved(0, block_hash)])
+        pending.add([BlocksStored(0, block_hash, None, 0) if is_stored else BlocksRemoved(0, block_hash)])
         (present.add if is_stored else present.discard)((0, block_hash))
     batch = pending.take("mac-1", 1, 0)
     assert not set(batch.stored) & set(batch.removed)

@@ -114,10 +114,9 @@ class Driver:
                 request.logprobs.append(sampled.logprobs)
         for block in result.filled_blocks:
             request = by_id[block.seq_id]
-            assert request.block_table[block.block_index] == block.block_id
             hashes = hash_blocks(ROOT, request.tokens, self.block_size)
             assert block.block_hash == hashes[block.block_index]
-            self.filled[block.block_id] = BlockHash(block.block_hash)
+            self.filled[request.block_table[block.block_index]] = BlockHash(block.block_hash)
         for request in [r for r in self.running if r.done]:
             self.finish(request)
 

@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from cluster.kv.hashing import hash_blocks
+from protos.cidery.v1 import sampling_pb2
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from tests.worker.driver import ROOT, Driver, Request, make_engine
@@ -65,6 +66,7 @@ VIOLATIONS = {
     "group 1 does not exist": _plan(_slice(group=1), sequences=[_sequence()]),
     "sequence 1 has two slices": _plan(_slice(), _slice(), sequences=[_sequence()]),
     "block copy: block id 300": _plan(copies=[pb.BlockCopy(source=300, target=1)]),
+    "block table edit of sequence 9, which is unknown": _plan(edits=[pb.TableEdit(seq_id=9, block_id=1)]),
     "block copy: group 3": _plan(copies=[pb.BlockCopy(group=3, source=2, target=1)]),
     "zeroing: block id 300": _plan(zeroes=[pb.GroupBlocks(block_ids=[300])]),
     "15 bytes of block hashes; allowed is a multiple of 16, up to 0": _plan(
@@ -105,7 +107,7 @@ def test_prompt_of_exactly_one_block_reports_that_block(engine):
     prompt = list(range(16))
     result = engine.execute(_plan(_slice(num_tokens=16), sequences=[_sequence(token_ids=prompt)]))
     (filled,) = result.filled_blocks
-    assert (filled.seq_id, filled.block_index, filled.block_id) == (1, 0, 5)
+    assert (filled.seq_id, filled.block_index) == (1, 0)
     assert filled.block_hash == hash_blocks(ROOT, prompt, 16)[0]
     following = engine.execute(_plan(_slice(start=16, num_tokens=1, blocks=[6])))
     assert not following.filled_blocks
@@ -118,7 +120,7 @@ def test_cached_blocks_are_not_reported_again(engine):
     engine.execute(_plan(_slice(num_tokens=40, blocks=[1, 2, 3]), sequences=[_sequence(token_ids=prompt)]))
     sequence = _sequence(seq_id=2, token_ids=prompt + list(range(8)), block_tables=tables)
     result = engine.execute(_plan(_slice(seq_id=2, start=32, num_tokens=16, blocks=[4]), sequences=[sequence]))
-    assert [(block.block_index, block.block_id) for block in result.filled_blocks] == [(2, 4)]
+    assert [block.block_index for block in result.filled_blocks] == [2]
 
 
 def test_copies_read_all_sources_before_any_target_is_written(engine):
@@ -254,3 +256,27 @@ def test_absent_sampling_parameters_are_the_models_defaults(model):
     sequences = [_sequence(sampling=SamplingParams()), _sequence(seq_id=2)]
     result = engine.execute(_plan(_slice(), _slice(seq_id=2, blocks=[6]), sequences=sequences))
     assert result.sampled[0].token_id == result.sampled[1].token_id
+
+
+def test_a_block_table_edit_beyond_the_table_is_refused(engine):
+    engine.execute(_plan(_slice(), sequences=[_sequence()]))
+    with pytest.raises(ProtocolError, match="edit of block 3 but the block table has 1"):
+        engine.execute(_plan(edits=[pb.TableEdit(seq_id=1, index=3, block_id=1)]))
+
+
+def test_after_an_edit_the_sequence_reads_the_other_block(engine):
+    """A copy of its block in another place, and its own one overwritten: the same logits as before."""
+    prompt = tuple(range(1, 17))
+    sampling = {"sampling": sampling_pb2.SamplingParams(temperature=0.0, num_top_logprobs=0)}
+    engine.execute(_plan(_slice(num_tokens=16, blocks=(5,)), sequences=[_sequence(token_ids=prompt, **sampling)]))
+    copies = [pb.BlockCopy(source=5, target=7)]
+    zeroes = [pb.GroupBlocks(block_ids=[5])]
+    edits = [pb.TableEdit(seq_id=1, index=0, block_id=7)]
+    after = engine.execute(
+        _plan(_slice(start=16, num_tokens=1, blocks=(6,)), edits=edits, copies=copies, zeroes=zeroes)
+    )
+    whole = (*prompt, engine._sequences[1].token_ids[16])
+    fresh = _sequence(seq_id=2, token_ids=whole, **sampling)
+    alone = engine.execute(_plan(_slice(seq_id=2, num_tokens=17, blocks=(8, 9)), sequences=[fresh]))
+    assert after.sampled[0].token_id == alone.sampled[0].token_id
+    assert after.sampled[0].logprobs.logprob == pytest.approx(alone.sampled[0].logprobs.logprob, abs=1e-4)

@@ -27,6 +27,47 @@ def test_golden_vectors(vector):
         assert parent.hex() == block["block_hash"]
 
 
+@pytest.mark.parametrize("vector", GOLDEN, ids=lambda v: v["name"])
+def test_golden_vectors_of_whole_sequences(vector):
+    root = root_hash(**vector["root"])
+    tokens = [token for block in vector["blocks"] for token in block["token_ids"]]
+    extras = {index: block["extras"] for index, block in enumerate(vector["blocks"])}
+    hashes = hash_blocks(root, tokens, vector["root"]["block_size"], extras)
+    assert [h.hex() for h in hashes] == [block["block_hash"] for block in vector["blocks"]]
+
+
+@given(
+    tokens=TOKENS | TOKENS.map(tuple) | st.just(range(40)),
+    block_size=st.integers(1, 9),
+    extras=st.none() | st.dictionaries(st.integers(0, 12), st.lists(st.text(max_size=3), max_size=3), max_size=5),
+)
+def test_a_sequence_is_hashed_as_its_blocks_are(tokens, block_size, extras):
+    parent, expected = ROOT, []
+    for index in range(len(tokens) // block_size):
+        block = tokens[index * block_size : (index + 1) * block_size]
+        parent = hash_block(parent, block, (extras or {}).get(index, ()))
+        expected.append(parent)
+    assert hash_blocks(ROOT, tokens, block_size, extras) == expected
+
+
+def test_a_salt_in_the_first_block_parts_two_tenants_for_good():
+    plain = hash_blocks(ROOT, range(16), 4)
+    salted = hash_blocks(ROOT, range(16), 4, {0: ("salt", "tenant-7")})
+    assert not set(plain) & set(salted)
+
+
+def test_extras_leave_earlier_blocks_alone():
+    """An image in block 2 does not cost the prefix before it."""
+    plain = hash_blocks(ROOT, range(16), 4)
+    with_image = hash_blocks(ROOT, range(16), 4, {2: ("image", "0f1e")})
+    assert [a == b for a, b in zip(plain, with_image, strict=True)] == [True, True, False, False]
+
+
+def test_extras_at_a_negative_index_are_refused():
+    with pytest.raises(ValueError, match="block indices of at least 0, got -1"):
+        hash_blocks(ROOT, range(8), 4, {-1: ("salt",)})
+
+
 @given(tokens=TOKENS, extras=st.lists(st.text(max_size=5), max_size=3))
 def test_the_encoding_is_what_the_module_says(tokens, extras):
     """Written a second time from the description: parent, little-endian u32 tokens, length-prefixed extras."""
@@ -67,12 +108,16 @@ def test_the_root_holds_all_that_makes_kv_interchangeable(field):
 def test_a_block_size_below_one_is_refused():
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         root_hash(model="m", tokenizer="t", kv_format="f", block_size=0)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got -1"):
+        hash_blocks(ROOT, (1, 2), -1)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
 def test_a_token_outside_32_bits_is_refused(token):
     with pytest.raises(OverflowError):
         hash_block(ROOT, (token,))
+    with pytest.raises(OverflowError):
+        hash_blocks(ROOT, (1, token), 2)
 
 
 @given(st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), max_size=5))

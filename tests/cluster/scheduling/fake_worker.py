@@ -1,9 +1,14 @@
-"""A worker whose KV is a token and a position per slot: any read of a wrong, stale or unwritten block is caught."""
+"""A worker whose KV is a token and a position per slot, and whose states are the tokens they stand for.
+
+Any read of a wrong, stale or unwritten block is caught, in models of any kinds of layers.
+"""
 
 from array import array
 from zlib import crc32
 
-from cluster.kv.hashing import BlockHash, hash_block, hash_blocks, root_hash
+from cluster.kv.group_managers import make_manager
+from cluster.kv.hashing import hash_block, hash_blocks, join_hashes, root_hash, split_hashes
+from cluster.kv.layout import KVLayout
 from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
 from cluster.scheduling.request import Request, TokenLogprobs
 
@@ -32,24 +37,26 @@ def undisturbed(request: Request, max_model_len: int) -> list[int]:
 
 class _Sequence:
     def __init__(self, new: NewSequence, block_size: int) -> None:
-        assert len(new.block_hashes) <= len(new.token_ids) // block_size
+        assert len(new.block_hashes) // 16 <= len(new.token_ids) // block_size
         self.new = new
         self.tokens = list(new.token_ids)
-        self.hashes = list(new.block_hashes)
-        self.table = list(new.block_tables[0])
-        self.num_computed = len(self.table) * block_size
+        self.hashes = split_hashes(new.block_hashes)
+        self.tables = {group: list(ids) for group, ids in new.block_tables.items()}
+        self.num_computed: int | None = None
         self.stopped = False
-        assert self.num_computed < len(self.tokens), "one token must run"
 
 
 class FakeWorker:
     """Executes plans strictly in order, as worker.proto tells."""
 
-    def __init__(self, block_size: int, num_blocks: int) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.root = fake_root(block_size)
-        self.slots: dict[int, tuple[int, int]] = {}
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.managers = [make_manager(group, layout.block_size) for group in layout.groups]
+        self.num_blocks = [pool.num_blocks for pool in layout.pools]
+        self.root = fake_root(layout.block_size)
+        # (pool, block id) -> {offset: (token, position)}, or the tokens that a state stands for.
+        self.memory: dict[tuple[int, int], object] = {}
         self.sequences: dict[int, _Sequence] = {}
         self.seen_seq_ids: set[int] = set()
         self.num_run_tokens = 0
@@ -57,14 +64,16 @@ class FakeWorker:
     def run(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.released_seq_ids:
             del self.sequences[seq_id]
+        self._resize(plan)
+        for edit in plan.edits:
+            self.sequences[edit.seq_id].tables[edit.group][edit.index] = edit.block_id
         for new in plan.new_sequences:
             assert new.seq_id not in self.seen_seq_ids, "seq_ids are unique"
-            assert (
-                new.block_hashes
-                == tuple(hash_blocks(self.root, new.token_ids, self.block_size))[: len(new.block_hashes)]
-            )
+            hashes = join_hashes(hash_blocks(self.root, new.token_ids, self.block_size))
+            assert new.block_hashes == hashes[: len(new.block_hashes)]
             self.seen_seq_ids.add(new.seq_id)
             self.sequences[new.seq_id] = _Sequence(new, self.block_size)
+        self._copy(plan)
         sampled: list[Sampled] = []
         filled: list[FilledBlock] = []
         skipped: list[int] = []
@@ -79,35 +88,71 @@ class FakeWorker:
             filled += self._filled(sequence, part)
             if part.samples:
                 sampled.append(self._sample(sequence, part))
-        return StepResult(plan.step_id, tuple(sampled), tuple(filled), tuple(skipped))
+        return StepResult(plan.step_id, tuple(sampled), tuple(filled), tuple(skipped), run_s=0.01)
+
+    def _resize(self, plan: StepPlan) -> None:
+        for resize in plan.resizes:
+            pool, moves = resize.pool_id, dict(resize.moves)
+            moved = {target: self.memory.pop((pool, source), None) for source, target in moves.items()}
+            self.memory.update({(pool, target): content for target, content in moved.items()})
+            self.num_blocks[pool] = resize.num_blocks
+            for sequence in self.sequences.values():
+                for group in self.layout.pools[pool].group_ids:
+                    sequence.tables[group] = [moves.get(b, b) for b in sequence.tables.get(group, ())]
+        budget = sum(n * pool.page_bytes for n, pool in zip(self.num_blocks, self.layout.pools, strict=True))
+        assert budget <= self.layout.budget_bytes, "the pools outgrow the budget"
+
+    def _copy(self, plan: StepPlan) -> None:
+        read = [self.memory[self._key(copy.group, copy.source)] for copy in plan.copies]
+        for copy, content in zip(plan.copies, read, strict=True):
+            self.memory[self._key(copy.group, copy.target)] = dict(content) if isinstance(content, dict) else content
+        for group, ids in (plan.zeroes or {}).items():
+            for block_id in ids:
+                self.memory[self._key(group, block_id)] = ()
+
+    def _key(self, group: int, block_id: int) -> tuple[int, int]:
+        pool = self.layout.groups[group].pool_id
+        assert 0 < block_id < self.num_blocks[pool], f"block {block_id} is not one of {self.num_blocks[pool]}"
+        return pool, block_id
 
     def _run_slice(self, sequence: _Sequence, part: Slice) -> None:
-        sequence.table += part.new_blocks.get(0, ())
         assert part.num_tokens >= 1
-        assert part.start == sequence.num_computed, "positions run one after another"
+        assert part.start == sequence.num_computed or sequence.num_computed is None, "positions run in order"
         end = part.start + part.num_tokens
         assert end <= len(sequence.tokens), "a token is run before it is known"
-        for position in range(part.start, end):
-            self.slots[self._slot(sequence, position)] = (sequence.tokens[position], position)
-        for position in range(end):
-            read = self.slots.get(self._slot(sequence, position))
-            assert read == (sequence.tokens[position], position), f"position {position} reads {read}"
+        for manager in self.managers:
+            group = manager.group_id
+            table = sequence.tables.setdefault(group, [])
+            table += part.new_blocks.get(group, ())
+            if manager.is_state:
+                key = self._key(group, table[0])
+                assert self.memory[key] == tuple(sequence.tokens[: part.start]), f"group {group}: a wrong state"
+                self.memory[key] = tuple(sequence.tokens[:end])
+                continue
+            for position in range(part.start, end):
+                content = self.memory.setdefault(self._key(group, table[position // self.block_size]), {})
+                if not isinstance(content, dict):
+                    content = self.memory[self._key(group, table[position // self.block_size])] = {}
+                content[position % self.block_size] = (sequence.tokens[position], position)
+            first = manager.first_needed(part.start) * self.block_size
+            sinks = range(min(manager.num_sink_blocks * self.block_size, end))
+            for position in {*sinks, *range(first, end)}:
+                content = self.memory[self._key(group, table[position // self.block_size])]
+                assert isinstance(content, dict)
+                read = content.get(position % self.block_size)
+                assert read == (sequence.tokens[position], position), f"group {group}: position {position} reads {read}"
         sequence.num_computed = end
         self.num_run_tokens += part.num_tokens
-
-    def _slot(self, sequence: _Sequence, position: int) -> int:
-        block_id = sequence.table[position // self.block_size]
-        assert 0 < block_id < self.num_blocks, "the null block is never touched"
-        return block_id * self.block_size + position % self.block_size
 
     def _filled(self, sequence: _Sequence, part: Slice) -> list[FilledBlock]:
         filled = []
         size = self.block_size
+        assert sequence.num_computed is not None
         for index in range(part.start // size, sequence.num_computed // size):
             if index == len(sequence.hashes):
-                parent: BlockHash = sequence.hashes[-1] if index else self.root
+                parent = sequence.hashes[-1] if index else self.root
                 sequence.hashes.append(hash_block(parent, sequence.tokens[index * size : (index + 1) * size]))
-            filled.append(FilledBlock(part.seq_id, 0, index, sequence.table[index], sequence.hashes[index]))
+            filled.append(FilledBlock(part.seq_id, index, sequence.hashes[index]))
         return filled
 
     def _sample(self, sequence: _Sequence, part: Slice) -> Sampled:

@@ -3,10 +3,11 @@
 from collections import deque
 from dataclasses import replace
 
-from cluster.kv.events import BlockStored
-from cluster.kv.hashing import hash_blocks
-from cluster.kv.layout import KVGroup, KVLayout
+from cluster.kv.events import BlocksStored
+from cluster.kv.hashing import hash_blocks, split_hashes
+from cluster.kv.layout import KVGroup, KVLayout, KVPool
 from cluster.kv.manager import KVCacheManager
+from cluster.kv.spec import FullAttentionSpec
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, SamplingParams, Update
@@ -16,7 +17,8 @@ from tests.cluster.scheduling.fake_worker import FakeWorker, fake_root, undistur
 
 def layout_of(num_blocks, block_size=4, max_model_len=64):
     """A layout with `num_blocks` usable blocks; not from a budget, so that a pool can be too small on purpose."""
-    return KVLayout(block_size, (KVGroup(0, (0,)),), num_blocks + 1, 1, max_model_len)
+    group = KVGroup(0, 0, FullAttentionSpec(1, 1), (0,), 1)
+    return KVLayout(block_size, (group,), (KVPool(0, 1, (0,), num_blocks + 1),), num_blocks + 1, max_model_len)
 
 
 def request_of(request_id, prompt, max_tokens=4, *, block_size=4, stop=(), generated=(), logprobs=None):
@@ -38,15 +40,14 @@ def rows(plan):
 
 
 class Rig:
-    def __init__(self, num_blocks=16, *, block_size=4, caching=True, checked=True, **limits):
+    def __init__(self, num_blocks=16, *, block_size=4, caching=True, checked=True, layout=None, **limits):
         self.config = SchedulerConfig(
             **{"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_chunk_tokens": 8} | limits
         )
-        self.kv = KVCacheManager(
-            layout_of(num_blocks, block_size, self.config.max_model_len), enable_prefix_caching=caching
-        )
+        self.layout = layout or layout_of(num_blocks, block_size, self.config.max_model_len)
+        self.kv = KVCacheManager(self.layout, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.kv, self.config)
-        self.worker = FakeWorker(block_size, num_blocks + 1)
+        self.worker = FakeWorker(self.layout)
         self.checked = checked
         self.now_s = 0.0
         self.results: deque[StepResult] = deque()
@@ -106,7 +107,7 @@ class Rig:
     def lose_worker(self, *, late_results=False) -> None:
         late = list(self.results) if late_results else []
         self.results.clear()
-        self.worker = FakeWorker(self.worker.block_size, self.worker.num_blocks)
+        self.worker = FakeWorker(self.layout)
         self.scheduler.worker_lost()
         self.present.clear()
         for result in late:
@@ -122,7 +123,7 @@ class Rig:
                 break
             self.apply()
         assert not self.scheduler.has_work()
-        assert self.kv.num_used_blocks == 0
+        assert self.kv.used_bytes == 0
         self.verify()
 
     def verify(self) -> None:
@@ -145,13 +146,18 @@ class Rig:
     def check(self) -> None:
         """After every action: invariants, and events that lead to exactly what is present."""
         for event in self.kv.take_events():
-            key = (event.group, event.block_hash)
-            if isinstance(event, BlockStored):
-                assert key not in self.present, "stored twice"
-                self.links.add((event.block_index, event.parent_hash, event.block_hash))
-                self.present.add(key)
+            hashes = split_hashes(event.hashes)
+            keys = {(event.group, block_hash) for block_hash in hashes}
+            if isinstance(event, BlocksStored):
+                assert not keys & self.present, "stored twice"
+                parents = [event.parent_hash, *hashes]
+                self.links |= set(
+                    zip(range(event.first_index, event.first_index + len(hashes)), parents, hashes, strict=False)
+                )
+                self.present |= keys
             else:
-                self.present.remove(key)
+                assert keys <= self.present
+                self.present -= keys
         if self.checked:
             self.scheduler.check()
             assert set(self.kv.snapshot()) == self.present

@@ -56,9 +56,7 @@ def test_a_prompt_leaves_room_for_one_token():
 def test_a_request_that_could_never_fit_alone_is_refused_with_the_sum():
     """The last token is sampled but not run: 13 tokens need the KV of 12, three blocks."""
     check(request_of("a", tuple(range(8)), 5), num_blocks=3)
-    with pytest.raises(
-        RequestTooLong, match=r"8 prompt tokens .* 6, .* = 14 tokens = 4 blocks of 4; the KV cache has 3"
-    ):
+    with pytest.raises(RequestTooLong, match=r"8 prompt tokens .* 6, .* = 14 tokens = 4 bytes of KV cache; it has 3"):
         check(request_of("a", tuple(range(8)), 6), num_blocks=3)
 
 

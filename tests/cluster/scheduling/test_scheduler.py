@@ -206,24 +206,70 @@ class TestPrefixCache:
         assert rig.scheduler.stats() == SchedulerStats(0, 0, 0, 0, num_queried_tokens=20, num_cached_tokens=8)
 
     def test_one_token_of_a_fully_cached_prompt_still_runs(self):
-        """A prompt of exactly its cached blocks hits all but the last block."""
+        """A prompt of exactly its cached blocks hits all but its last token, whose block it writes in a copy."""
         rig = Rig()
         rig.add(request_of("a", (1, 2, 3, 4), 1))
         rig.drain()
         rig.add(request_of("b", (1, 2, 3, 4), 1))
-        assert rows(rig.schedule()) == [(0, 4, True)]
+        plan = rig.schedule()
+        assert rows(plan) == [(3, 1, True)]
+        assert [(c.source, c.target) for c in plan.copies] == [(1, 2)]
         rig.drain()
         rig.add(request_of("c", (1, 2, 3, 4, 5), 1))
         assert rows(rig.schedule()) == [(4, 1, True)]
         rig.drain()
 
-    def test_two_identical_requests_in_one_step_both_compute_and_one_is_kept(self):
+    def test_of_two_identical_requests_in_one_step_the_second_waits_for_the_first(self):
         rig = Rig()
         rig.add(request_of("a", (1, 2, 3, 4, 5), 3))
         rig.add(request_of("b", (1, 2, 3, 4, 5), 3))
-        assert rows(rig.schedule()) == [(0, 5, True), (0, 5, True)]
+        assert rows(rig.schedule()) == [(0, 5, True)]
         rig.apply()
-        assert rig.kv.num_cached_blocks == 1
+        assert rows(rig.schedule()) == [(5, 1, True), (4, 1, True)]
+        rig.drain()
+        assert rig.worker.num_run_tokens == 5 + 1 + 2 * 2
+
+    def test_who_waits_for_a_sibling_is_overtaken(self):
+        rig = Rig()
+        rig.add(request_of("a", tuple(range(20)), 1))
+        rig.add(request_of("b", tuple(range(20)), 1))
+        rig.add(request_of("c", (9, 9, 9), 1))
+        assert rows(rig.schedule()) == [(0, 8, False), (0, 3, True)]
+        rig.drain()
+        assert rig.worker.num_run_tokens == 20 + 4 + 3
+
+    def test_a_sibling_does_not_wait_for_one_that_has_gone(self):
+        rig = Rig()
+        rig.add(request_of("a", tuple(range(20)), 1))
+        rig.add(request_of("b", tuple(range(20)), 1))
+        rig.schedule()
+        rig.abort("a")
+        assert rows(rig.schedule()) == [(0, 8, False)]
+        rig.drain()
+
+    def test_a_copy_of_known_content_is_given_back(self):
+        """Two answers turn out to continue alike; the second goes over to the first's block."""
+        rig = Rig()
+        rig.add(request_of("a", (1, 2), 9))
+        rig.add(request_of("b", (1, 2), 9))
+        edits = []
+        while rig.scheduler.has_work():
+            plan = rig.schedule()
+            edits += plan.edits
+            rig.apply()
+        assert [(e.index, e.block_id) for e in edits] == [(0, 1), (1, 2)]
+        rig.verify()
+
+    def test_a_blocked_request_is_not_looked_up_again(self, monkeypatch):
+        rig = Rig(num_blocks=4)
+        rig.add(request_of("a", (1, 2, 3), 10))
+        rig.add(request_of("b", tuple(range(10)), 2))
+        lookups = []
+        found = rig.kv.get_computed_blocks
+        monkeypatch.setattr(rig.kv, "get_computed_blocks", lambda *a: lookups.append(a) or found(*a))
+        for _ in range(6):
+            rig.step()
+        assert len(lookups) == 2, "one each"
         rig.drain()
 
     def test_generated_blocks_are_found_by_the_next_turn(self):

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.scheduling.errors import QueueFull, RequestTooLong
+from tests.cluster.kv.hybrid_machine import MODELS, layout_of
 from tests.cluster.scheduling.fake_worker import VOCAB_SIZE, undisturbed
 from tests.cluster.scheduling.rig import Rig, request_of
 
@@ -19,10 +20,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 8),
         depth=st.integers(1, 3),
         caching=st.booleans() | st.just(True),
+        specs=st.sampled_from(MODELS),
+        pages=st.lists(st.sampled_from([10, 10, 20]), min_size=4, max_size=4),
     )
-    def begin(self, num_blocks, max_num_seqs, chunk, depth, caching):
+    def begin(self, num_blocks, max_num_seqs, chunk, depth, caching, specs, pages):
+        in_flight = depth * (max_num_seqs + 7)
+        num_pages = num_blocks * len(specs) * 2
         self.rig = Rig(
-            num_blocks,
+            layout=layout_of(specs, num_pages, pages=pages[: len(specs)], in_flight=in_flight, max_model_len=24),
             caching=caching,
             max_model_len=24,
             max_num_seqs=max_num_seqs,
@@ -52,7 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         except QueueFull:
             assert self.rig.scheduler.num_waiting >= 6
         except RequestTooLong:
-            assert min(len(stem) + len(tail) + max_tokens, 24) - 1 > 4 * self.rig.kv.layout.num_usable_blocks
+            layout = self.rig.layout
+            assert layout.bytes_for(min(len(stem) + len(tail) + max_tokens, 24)) > layout.usable_bytes
         self.num_added += 1
 
     @rule(data=st.data())
@@ -88,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def no_block_is_lost(self):
         if hasattr(self, "rig"):
             kv = self.rig.kv
-            assert kv.num_free_blocks + kv.num_used_blocks == kv.layout.num_usable_blocks
+            assert kv.free_bytes + kv.used_bytes == kv.layout.usable_bytes
 
     def teardown(self):
         if hasattr(self, "rig"):

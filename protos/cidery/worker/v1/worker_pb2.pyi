@@ -107,6 +107,18 @@ class Slice(_message.Message):
     new_blocks: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., samples: _Optional[bool] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
 
+class TableEdit(_message.Message):
+    __slots__ = ("seq_id", "group", "index", "block_id")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    group: int
+    index: int
+    block_id: int
+    def __init__(self, seq_id: _Optional[int] = ..., group: _Optional[int] = ..., index: _Optional[int] = ..., block_id: _Optional[int] = ...) -> None: ...
+
 class BlockCopy(_message.Message):
     __slots__ = ("group", "source", "target")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -118,20 +130,22 @@ class BlockCopy(_message.Message):
     def __init__(self, group: _Optional[int] = ..., source: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "released_seq_ids", "new_sequences", "copies", "zeroes", "slices")
+    __slots__ = ("step_id", "released_seq_ids", "new_sequences", "copies", "zeroes", "slices", "edits")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     ZEROES_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
+    EDITS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     released_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
     copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
     zeroes: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     slices: _containers.RepeatedCompositeFieldContainer[Slice]
-    def __init__(self, step_id: _Optional[int] = ..., released_seq_ids: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., zeroes: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ...) -> None: ...
+    edits: _containers.RepeatedCompositeFieldContainer[TableEdit]
+    def __init__(self, step_id: _Optional[int] = ..., released_seq_ids: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., zeroes: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., edits: _Optional[_Iterable[_Union[TableEdit, _Mapping]]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("description", "configured", "result", "failure")
@@ -172,18 +186,14 @@ class Sampled(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ..., stopped: _Optional[bool] = ...) -> None: ...
 
 class FilledBlock(_message.Message):
-    __slots__ = ("seq_id", "group", "block_index", "block_id", "block_hash")
+    __slots__ = ("seq_id", "block_index", "block_hash")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
     BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
-    group: int
     block_index: int
-    block_id: int
     block_hash: bytes
-    def __init__(self, seq_id: _Optional[int] = ..., group: _Optional[int] = ..., block_index: _Optional[int] = ..., block_id: _Optional[int] = ..., block_hash: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, seq_id: _Optional[int] = ..., block_index: _Optional[int] = ..., block_hash: _Optional[bytes] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("idle_s", "run_s")
