@@ -1,4 +1,4 @@
-"""The command line: `cidery serve | chat | generate | status`."""
+"""The command line: `cidery serve | chat | generate | status | kv`."""
 
 import json
 import logging
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster import ray_environment
+from cluster.cli_types import Bytes
 from cluster.config import (
     BatchConfig,
     GatewayConfig,
@@ -23,32 +24,13 @@ from cluster.config import (
     default_model_name,
 )
 from cluster.errors import CideryError
+from cluster.kv.policies import POLICIES
+from cluster.kv_plan import kv
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 # What the wire can carry; the gateway says what it allows.
 _INT32 = click.IntRange(-(2**31), 2**31 - 1)
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-class Bytes(click.ParamType[int]):
-    """A size such as 512MiB, 24GiB or a plain number of bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        text = str(value)
-        for unit, factor in _UNITS.items():
-            if text.endswith(unit):
-                text, multiplier = text.removesuffix(unit), factor
-                break
-        else:
-            multiplier = 1
-        try:
-            return int(float(text) * multiplier)
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is no size; write 512MiB, 24GiB or a number of bytes", param, ctx)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,7 +43,11 @@ def main() -> None:
     cidery serve --macs 3             three logical Macs on this machine
     cidery chat                       talk to it
     cidery status                     what the fleet is doing
+    cidery kv plan ./Qwen3-8B         how its KV memory would be cut
     """
+
+
+main.add_command(kv)
 
 
 @main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")
@@ -82,6 +68,13 @@ def main() -> None:
     help="Share of the working set that weights, activations and KV cache may reach together.",
 )
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block: 16 or 32.")
+@click.option(
+    "--kv-retention",
+    type=click.Choice(sorted(POLICIES)),
+    default="value",
+    show_default=True,
+    help="What is forgotten first: what is least likely wanted again for its bytes, or least recently used.",
+)
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its start.")
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
@@ -107,6 +100,7 @@ def serve(**options: Any) -> None:
                 options["kv_cache_memory"],
                 options["gpu_memory_utilization"],
                 not options["no_prefix_caching"],
+                options["kv_retention"],
             ),
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         )

@@ -53,6 +53,8 @@ class KVConfig:
     # Share of the working set that weights, activations and KV cache may reach together.
     memory_utilization: float = 0.92
     enable_prefix_caching: bool = True
+    # What is forgotten first: a name in cluster.kv.policies.POLICIES.
+    retention: str = "value"
 
     def __post_init__(self) -> None:
         if self.block_size_tokens not in (16, 32):

@@ -250,7 +250,9 @@ class MacEngine:
             kv_format=described.layers[0].dtype,
             block_size=layout.block_size,
         )
-        self.kv = KVCacheManager(layout, enable_prefix_caching=config.kv.enable_prefix_caching)
+        self.kv = KVCacheManager(
+            layout, policy=config.kv.retention, enable_prefix_caching=config.kv.enable_prefix_caching
+        )
         self.scheduler = Scheduler(
             self.kv,
             SchedulerConfig(

@@ -7,24 +7,20 @@ first), the coordinator (block tables) and the event log.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.kv.coordinator import (
-    GroupCounts,
-    HybridKVCacheCoordinator,
-    KVCacheCoordinator,
-    KVCacheCoordinatorNoPrefixCache,
-    UnitaryKVCacheCoordinator,
-)
+from cluster.kv.caching_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
+from cluster.kv.coordinator import GroupCounts, KVCacheCoordinator, KVCacheCoordinatorNoPrefixCache
 from cluster.kv.events import BlockEvent, EventLog
 from cluster.kv.hashing import BlockHash, split_hashes
 from cluster.kv.layout import NULL_BLOCK, KVLayout
 from cluster.kv.memory import PoolResize
-from cluster.kv.retention import POLICIES, EvictionCounts
+from cluster.kv.policies import POLICIES
+from cluster.kv.retention import EvictionCounts
 from cluster.kv.sequence import BlockCopy, ComputedBlocks, GroupBlocks, StartedBlocks, TableEdit
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of all pools by state. `referenced` is what live sequences hold, `cached` what they don't but is findable."""
+    """Bytes of all pools by state. What live sequences hold, what they don't but is findable, the rest."""
 
     referenced_bytes: int
     cached_bytes: int

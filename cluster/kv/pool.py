@@ -60,6 +60,16 @@ class BlockPool:
         """Whether it holds cached content that nobody references."""
         return bool(self._is_cached[block_id]) and self._refs[block_id] == 0
 
+    def count(self, block_ids: Iterable[int]) -> tuple[int, int]:
+        """How many there are, null blocks apart, and how many of them are evictable. O(blocks)."""
+        refs, num_blocks, num_evictable = self._refs, 0, 0
+        for block_id in block_ids:
+            if block_id != NULL_BLOCK:
+                num_blocks += 1
+                if refs[block_id] == 0:
+                    num_evictable += 1
+        return num_blocks, num_evictable
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Empty blocks, each with one reference. The caller has made sure that there are so many. O(num_blocks)."""
         assert num_blocks <= self.num_empty, f"{num_blocks} blocks asked for, {self.num_empty} empty"

@@ -9,7 +9,6 @@ The unit is the resume point: the end of a segment with all that lets a sequence
 3. pinned points, so that a pin can make nobody's admission fail.
 """
 
-from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from cluster.kv.group_managers import GroupManager
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
+from cluster.kv.policies import RetentionPolicy
 from cluster.kv.prefix_tree import PrefixTree, Segment, held
-from cluster.kv.reuse_model import ReuseModel
 
 _MAX_GHOSTS = 4096
 # Resume points are ranked anew after so many requests, as a share of the segments: the cost of a ranking is spread.
@@ -29,58 +28,6 @@ _RANKED_PER_REQUEST = 64
 _STOP_PRIOR = 0.1
 _STOP_PRIOR_WEIGHT = 4.0
 _CHEAP, _POINT, _PINNED = 0, 1, 2
-
-
-class RetentionPolicy(ABC):
-    """Ranks resume points; the lowest goes first."""
-
-    @abstractmethod
-    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
-        """A ranking begins, given (gap, age) of every prefix not used again since."""
-
-    @abstractmethod
-    def observe(self, gap: int, age: int) -> None:
-        """A prefix whose last two uses were `gap` apart was wanted again at that age."""
-
-    @abstractmethod
-    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
-        """Worth of a point that would cost `lost_tokens` if it were wanted, and frees so many bytes."""
-
-
-class LruPolicy(RetentionPolicy):
-    """Least recently used first, whatever it costs: the reference's rule."""
-
-    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
-        """Nothing to learn."""
-
-    def observe(self, gap: int, age: int) -> None:
-        """Nothing to learn."""
-
-    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
-        """See the base class."""
-        return -age
-
-
-class ValuePolicy(RetentionPolicy):
-    """Expected tokens saved, per request of waiting and per byte."""
-
-    def __init__(self) -> None:
-        self._model = ReuseModel()
-
-    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
-        """See the base class."""
-        self._model.refresh(waiting)
-
-    def observe(self, gap: int, age: int) -> None:
-        """See the base class."""
-        self._model.observe(gap, age)
-
-    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
-        """See the base class. A step of priority counts as much as twice the tokens."""
-        return self._model.index(segment.gap, age) * lost_tokens / freed_bytes * 2.0**segment.priority
-
-
-POLICIES: dict[str, Callable[[], RetentionPolicy]] = {"lru": LruPolicy, "value": ValuePolicy}
 
 
 @dataclass(slots=True)
@@ -317,7 +264,7 @@ class Retention:
                 segment.thinned[manager.group_id] = next(left, end)
 
     def _needed_in_subtree(self, segment: Segment, at: int) -> int:
-        """The first position that a point at or below the segment's end needs. Looks no deeper than a window reaches."""
+        """The first position that a point at or below the segment's end needs. Looks as deep as a window."""
         manager = self._windows[at]
         first, stack = segment.end, [segment]
         while stack:

@@ -14,6 +14,7 @@ never learn of it.
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from cluster.kv.prefix_tree import NO_GAP
 
@@ -44,7 +45,7 @@ def class_of(gap: int) -> int:
 
 
 _FIRST_AGE = [(1 << b // _PER_OCTAVE) * (_PER_OCTAVE + b % _PER_OCTAVE) / _PER_OCTAVE for b in range(NUM_BUCKETS + 1)]
-_WIDTHS = [after - first for first, after in zip(_FIRST_AGE, _FIRST_AGE[1:], strict=False)]
+_WIDTHS = [after - first for first, after in pairwise(_FIRST_AGE)]
 _PRIOR_HAZARD = 1 - (1 - _PRIOR_PER_OCTAVE) ** (1 / _PER_OCTAVE)
 
 

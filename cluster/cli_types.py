@@ -1,0 +1,27 @@
+"""Parameter types of the command line."""
+
+from typing import Any
+
+import click
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class Bytes(click.ParamType[int]):
+    """A size such as 512MiB, 24GiB or a plain number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes."""
+        text = str(value)
+        for unit, factor in _UNITS.items():
+            if text.endswith(unit):
+                text, multiplier = text.removesuffix(unit), factor
+                break
+        else:
+            multiplier = 1
+        try:
+            return int(float(text) * multiplier)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is no size; write 512MiB, 24GiB or a number of bytes", param, ctx)

@@ -1,0 +1,59 @@
+"""What a resume point is worth: the seam between how memory is freed and what is freed first."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from cluster.kv.prefix_tree import Segment
+from cluster.kv.reuse_model import ReuseModel
+
+
+class RetentionPolicy(ABC):
+    """Ranks resume points; the lowest goes first."""
+
+    @abstractmethod
+    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
+        """A ranking begins, given (gap, age) of every prefix not used again since."""
+
+    @abstractmethod
+    def observe(self, gap: int, age: int) -> None:
+        """A prefix whose last two uses were `gap` apart was wanted again at that age."""
+
+    @abstractmethod
+    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
+        """Worth of a point that would cost `lost_tokens` if it were wanted, and frees so many bytes."""
+
+
+class LruPolicy(RetentionPolicy):
+    """Least recently used first, whatever it costs: the reference's rule."""
+
+    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
+        """Nothing to learn."""
+
+    def observe(self, gap: int, age: int) -> None:
+        """Nothing to learn."""
+
+    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
+        """See the base class."""
+        return -age
+
+
+class ValuePolicy(RetentionPolicy):
+    """Expected tokens saved, per request of waiting and per byte."""
+
+    def __init__(self) -> None:
+        self._model = ReuseModel()
+
+    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
+        """See the base class."""
+        self._model.refresh(waiting)
+
+    def observe(self, gap: int, age: int) -> None:
+        """See the base class."""
+        self._model.observe(gap, age)
+
+    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
+        """See the base class. A step of priority counts as much as twice the tokens."""
+        return self._model.index(segment.gap, age) * lost_tokens / freed_bytes * 2.0**segment.priority
+
+
+POLICIES: dict[str, Callable[[], RetentionPolicy]] = {"lru": LruPolicy, "value": ValuePolicy}
