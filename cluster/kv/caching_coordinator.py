@@ -56,7 +56,7 @@ class _CachingCoordinator(KVCacheCoordinator):
                 self._make_point(sequence)
         return edits
 
-    def checkpoint(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool) -> tuple[BlockCopy, ...]:
         """Keep the state that the sequence has now, after `num_tokens` tokens, a multiple of the block size.
 
         Returns the copies to make before the next token runs; none if there is no memory for it, or no need.
@@ -67,6 +67,8 @@ class _CachingCoordinator(KVCacheCoordinator):
         needs = [0] * len(self.pools.pools)
         for manager in self._state_managers:
             needs[manager.pool_id] += 1
+        if not may_evict and self.pools.lacks(needs):
+            return ()
         if not self.make_room(needs):
             return ()
         pages: dict[int, int] = {}

@@ -82,7 +82,7 @@ class KVCacheCoordinator(ABC):
         """Whether a look-up would find the same again. O(1)."""
 
     @abstractmethod
-    def checkpoint(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool) -> tuple[BlockCopy, ...]:
         """See the manager."""
 
     @abstractmethod
@@ -398,7 +398,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         """Always."""
         return True
 
-    def checkpoint(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool) -> tuple[BlockCopy, ...]:
         """Never kept."""
         return ()
 

@@ -113,12 +113,13 @@ class KVCacheManager:
         """
         return self._coordinator.register(seq_id, first_index, hashes)
 
-    def checkpoint(self, seq_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool = True) -> tuple[BlockCopy, ...]:
         """Copies that keep a recurrent model's state after `num_tokens` tokens, a multiple of the block size.
 
-        To be made before the next token runs. Empty if there is nothing to copy, or no memory for it.
+        To be made before the next token runs. Empty if there is nothing to copy, or no memory for it: none at all, or,
+        unless it `may_evict`, none that lies idle.
         """
-        return self._coordinator.checkpoint(seq_id, num_tokens)
+        return self._coordinator.checkpoint(seq_id, num_tokens, may_evict=may_evict)
 
     def confirm_checkpoint(self, seq_id: int, num_tokens: int, *, is_point: bool) -> None:
         """The worker has made those copies. If not a resume point, it becomes one only where the sequence ends."""

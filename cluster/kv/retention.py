@@ -310,7 +310,7 @@ class Retention:
         end = segment.start
         if self._is_full_only:
             end = max(end, segment.end - max(1, num_blocks))
-        end = max(end, self._first_unreferenced(segment))
+        end = self._first_unreferenced(segment, end)
         rank, parent = self.clock - segment.last_use, segment.parent
         old_end = segment.end
         self._trim(segment, end, is_orphan=False)
@@ -343,21 +343,23 @@ class Retention:
                     kind = _PINNED if segment.pinned_until_s > self._now_s else _POINT
                     self._requeue(segment, kind, self.clock - segment.last_use)
                 return
-            end = self._first_unreferenced(segment)
+            end = self._first_unreferenced(segment, segment.start)
             is_gone = end == segment.start
             self._trim(segment, end, is_orphan=True)
             if not is_gone:
                 return
             segment = parent
 
-    def _first_unreferenced(self, segment: Segment) -> int:
-        """One past the last position that a sequence holds in any group."""
-        for offset in range(segment.num_blocks - 1, -1, -1):
-            for manager in self._managers:
-                block_id = segment.blocks[manager.group_id][offset]
-                if block_id != NULL_BLOCK and not self._pools[manager.pool_id].is_evictable(block_id):
-                    return segment.start + offset + 1
-        return segment.start
+    def _first_unreferenced(self, segment: Segment, start: int) -> int:
+        """One past the last position from `start` on that a sequence holds in any group. O(positions)."""
+        first = start
+        for manager in self._managers:
+            blocks = segment.blocks[manager.group_id]
+            pool, offset = self._pools[manager.pool_id], segment.num_blocks
+            while offset > first - segment.start and not pool.ref_count(blocks[offset - 1]):
+                offset -= 1
+            first = segment.start + offset
+        return first
 
     def _trim(self, segment: Segment, end: int, *, is_orphan: bool) -> None:
         """Drop a leaf's positions from `end` on, and what of its window lies above it."""

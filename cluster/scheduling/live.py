@@ -38,6 +38,8 @@ class LiveRequest:
     queue_s: float | None = None
     # The last look-up while it waits.
     computed: ComputedBlocks | None = None
+    # The newest place of its prompt at which a state was kept.
+    kept_at: int = 0
     # Where prefill stops for a checkpoint of a recurrent model: token offsets, multiples of the block size.
     stops: set[int] = field(default_factory=set)
 

@@ -30,6 +30,8 @@ _MAX_PASSED_OVER = 64
 # Until a step has been timed.
 _FIRST_TOKENS_PER_S = 1000.0
 _SPEED_GAIN = 0.05
+# Tokens of a long prefill between two states kept on the way, as long as memory lies idle.
+_CHECKPOINT_EVERY = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,8 @@ class Scheduler:
         """The next chunk of one prompt; returns its tokens, 0 if there are no blocks for it in this step."""
         start, num_known = live.num_planned, len(live.token_ids)
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens)
-        num_tokens = min([num_tokens, *(stop - start for stop in live.stops if stop > start)])
+        if self._kv.has_states:
+            num_tokens = self._until_stop(live, num_tokens)
         new_blocks = self._allocate(live, start + num_tokens, step)
         if new_blocks is None:
             return 0
@@ -281,7 +284,17 @@ class Scheduler:
         step.slices.append(Slice(live.seq_id, start, num_tokens, samples, new_blocks))
         if start in live.stops:
             step.checkpoint(live, start, is_point=True)
+        elif self._kv.has_states and start >= live.kept_at + _CHECKPOINT_EVERY:
+            step.checkpoint(live, start, is_point=True, may_evict=False)
         return num_tokens
+
+    def _until_stop(self, live: LiveRequest, num_tokens: int) -> int:
+        """A recurrent model's chunk ends where a state is to be kept, else at a block's end, where one can be."""
+        start, size = live.num_planned, self._kv.layout.block_size
+        num_tokens = min([num_tokens, *(stop - start for stop in live.stops if stop > start)])
+        aligned = (start + num_tokens) // size * size - start
+        is_last = start + num_tokens == len(live.token_ids)
+        return num_tokens if is_last or aligned <= 0 else aligned
 
     def _allocate(self, live: LiveRequest, num_tokens: int, step: StepBuilder) -> GroupBlocks | None:
         """Blocks for a running request, taken from others if need be; None if it must sit this step out.
@@ -353,17 +366,18 @@ class Scheduler:
 
     def _is_computed_elsewhere(self, live: LiveRequest, computed: ComputedBlocks) -> bool:
         """Whether a running prefill will soon have made more of the prefix resumable. O(running)."""
-        size = self._kv.layout.block_size
-        depth = computed.num_matched_tokens // size
+        size, has_states = self._kv.layout.block_size, self._kv.has_states
+        # A recurrent model's content may be known further than it can be resumed.
+        depth = (computed.num_tokens if has_states else computed.num_matched_tokens) // size
         at = slice(depth * HASH_BYTES, (depth + 1) * HASH_BYTES)
         wanted = live.hashes[at]
         if not wanted or (depth + 1) * size > len(live.token_ids) - 1:
             return False
         for other in self._running:
-            if other.hashes[at] == wanted and other.num_processed < len(other.token_ids):
-                if not self._kv.has_states:
-                    return other.num_processed < (depth + 1) * size
-                if self._shares_a_stop(live, other, computed.num_tokens):
+            if other.hashes[at] == wanted:
+                if has_states and self._shares_a_stop(live, other, computed.num_tokens):
+                    return True
+                if not has_states and other.num_processed < min((depth + 1) * size, len(other.token_ids)):
                     return True
         return False
 
@@ -402,7 +416,7 @@ class Scheduler:
         points = self._points_of(live, computed)
         step.start(live, computed, points, now_s)
         live.stops = {point for point in points if point > computed.num_tokens} if self._kv.has_states else set()
-        live.num_planned = live.num_processed = computed.num_tokens
+        live.num_planned = live.num_processed = live.kept_at = computed.num_tokens
         live.is_running = True
         live.computed = None
         self._running.append(live)

@@ -69,14 +69,15 @@ class StepBuilder:
             )
         )
 
-    def checkpoint(self, live: LiveRequest, num_tokens: int, *, is_point: bool) -> None:
+    def checkpoint(self, live: LiveRequest, num_tokens: int, *, is_point: bool, may_evict: bool = True) -> None:
         """Keep the state that the sequence has before its row of this plan, if there is memory for it.
 
         Only after the row is part of the plan: a request without one may still be preempted by it.
         """
-        copies = self._kv.checkpoint(live.seq_id, num_tokens)
+        copies = self._kv.checkpoint(live.seq_id, num_tokens, may_evict=may_evict)
         self._follow_moves()
         if copies:
+            live.kept_at = num_tokens
             self._copies += copies
             self.checkpoints.append(Checkpoint(live.seq_id, num_tokens, is_point))
 
