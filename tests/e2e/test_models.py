@@ -90,7 +90,7 @@ def test_a_kv_cache_larger_than_the_machine_is_refused():
 def test_a_context_that_does_not_fit_says_what_would():
     done = serve("--kv-cache-memory", "1MiB")
     assert done.returncode == 1
-    assert "a sequence of 4096 tokens needs" in done.stderr
+    assert "a sequence of max_model_len 4096 tokens needs" in done.stderr
     assert "lower max_model_len or raise the budget" in done.stderr
 
 
