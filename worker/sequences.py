@@ -30,8 +30,6 @@ class SequenceState:
             raise ProtocolError(f"sequence {self.seq_id} has no tokens; at least 1 is needed")
         self.sampling = row_sampling(self.seq_id, message.sampling, defaults)
         self.append_blocks(message.block_tables)
-        # These came filled: they are cached content, which somebody announced before.
-        self._num_cached_blocks = len(self.block_table)
 
     def append_blocks(self, groups: Iterable[GroupBlocks]) -> None:
         """Lengthen the block table."""
@@ -74,8 +72,7 @@ class SequenceState:
     def filled_blocks(self, start: int, end: int) -> list[tuple[int, BlockHash]]:
         """Index and hash of the blocks whose last slot lies in positions `[start, end)`."""
         size = self._block_size
-        first, last = max(start // size, self._num_cached_blocks), end // size
-        return [(index, self._hash(index)) for index in range(first, last)]
+        return [(index, self._hash(index)) for index in range(start // size, end // size)]
 
     def _hash(self, index: int) -> BlockHash:
         size = self._block_size

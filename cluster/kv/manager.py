@@ -44,6 +44,7 @@ class KVCacheManager:
             kind = KVCacheCoordinatorNoPrefixCache
         elif len(layout.groups) == 1 and layout.groups[0].is_full:
             kind = UnitaryKVCacheCoordinator
+        self.is_caching = enable_prefix_caching
         self._coordinator = kind(layout, POLICIES[policy](), self._events)
 
     @property
@@ -104,6 +105,10 @@ class KVCacheManager:
         """
         most = min(num_tokens + num_lookahead, max(num_tokens, self.layout.max_model_len))
         return self._coordinator.allocate(seq_id, most, num_processed)
+
+    def num_registered_blocks(self, seq_id: int) -> int:
+        """Blocks of a live sequence that are findable, from its first on: where registering goes on."""
+        return self._coordinator.sequences[seq_id].depth
 
     def register(self, seq_id: int, first_index: int, hashes: bytes) -> list[TableEdit]:
         """Make consecutive blocks findable whose every slot now holds computed KV.

@@ -465,11 +465,18 @@ class Scheduler:
             live = self._live_by_seq.get(seq_id)
             if live is not None:
                 self._extend_chain(live, first_index, hashes)
+                if live.is_running and live.seq_id == seq_id:
+                    self._check_order(seq_id, first_index)
                 self._edits += self._kv.register(seq_id, first_index, hashes)
         for seq_id, end in plan.ends:
             live = self._live_by_seq.get(seq_id)
             if live is not None and live.is_running and live.seq_id == seq_id:
                 live.num_processed = end
+
+    def _check_order(self, seq_id: int, first_index: int) -> None:
+        num_registered = self._kv.num_registered_blocks(seq_id)
+        if first_index > num_registered and self._kv.is_caching:
+            raise ProtocolError(f"sequence {seq_id}: block {first_index} was reported, block {num_registered} was not")
 
     def _extend_chain(self, live: LiveRequest, first_index: int, hashes: bytes) -> None:
         """Append to the request's hashes what it did not know, and compare the rest."""

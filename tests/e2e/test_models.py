@@ -91,7 +91,7 @@ def test_a_context_that_does_not_fit_says_what_would():
     done = serve("--kv-cache-memory", "1MiB")
     assert done.returncode == 1
     assert "a sequence of max_model_len 4096 tokens needs" in done.stderr
-    assert "lower max_model_len or raise the budget" in done.stderr
+    assert "or raise the budget" in done.stderr
 
 
 @pytest.mark.parametrize(

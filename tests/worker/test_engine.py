@@ -280,3 +280,11 @@ def test_after_an_edit_the_sequence_reads_the_other_block(engine):
     alone = engine.execute(_plan(_slice(seq_id=2, num_tokens=17, blocks=(8, 9)), sequences=[fresh]))
     assert after.sampled[0].token_id == alone.sampled[0].token_id
     assert after.sampled[0].logprobs.logprob == pytest.approx(alone.sampled[0].logprobs.logprob, abs=1e-4)
+
+
+def test_a_block_that_was_copied_and_finished_again_is_reported(engine):
+    """The hit ended inside it; the next block's report would else leave a gap."""
+    prompt = tuple(range(1, 17))
+    cached = _sequence(token_ids=prompt, block_tables=[pb.GroupBlocks(block_ids=[5])])
+    result = engine.execute(_plan(_slice(start=15, num_tokens=1, blocks=()), sequences=[cached]))
+    assert [block.block_index for block in result.filled_blocks] == [0]

@@ -243,3 +243,8 @@ class TestProtocol:
         block = FilledBlock(1, index, BlockHash(b"x" * 16))
         with pytest.raises(ProtocolError, match=known):
             rig.scheduler.apply(replace(result, filled_blocks=(block,)))
+
+    def test_a_block_reported_before_the_one_before_it(self):
+        rig, result = self.planned()
+        with pytest.raises(ProtocolError, match="block 1 was reported, block 0 was not"):
+            rig.scheduler.apply(replace(result, filled_blocks=result.filled_blocks[1:]))
