@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cluster.errors import BY_REASON, CideryError, InvalidRequest, RequestTooLong
+from cluster.errors import BY_REASON, CideryError, InvalidRequest, Overloaded, RequestTooLong
 from cluster.kv.hashing import BlockHash, join_hashes, split_hashes
 from cluster.kv.sequence import GroupBlocks
 from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
@@ -121,7 +121,9 @@ def update_from_proto(message: node_pb2.Update) -> Update:
 def failure_to_proto(request_id: str, error: CideryError) -> node_pb2.Update:
     """A request that could not be run, by the error's name."""
     message = error.detail if isinstance(error, InvalidRequest) else str(error)
-    return node_pb2.Update(request_id=request_id, failure=node_pb2.Failure(reason=error.reason, message=message))
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+    failure = node_pb2.Failure(reason=error.reason, message=message, retry_after_s=retry_after_s)
+    return node_pb2.Update(request_id=request_id, failure=failure)
 
 
 def failure_from_proto(message: node_pb2.Failure) -> CideryError:
@@ -131,6 +133,8 @@ def failure_from_proto(message: node_pb2.Failure) -> CideryError:
         return RequestTooLong(message.message)
     if kind is InvalidRequest:
         return InvalidRequest("request", message.message)
+    if kind is Overloaded:
+        return Overloaded(message.message, message.retry_after_s)
     if kind is None:
         return CideryError(f"{message.reason}: {message.message}")
     return kind(message.message)

@@ -176,16 +176,6 @@ class PrefixTree:
         parts = [bytes(map(bool, segment.blocks[group])) for segment in path]
         return b"".join(parts)[:depth]
 
-    def path_to(self, segment: Segment) -> list[Segment]:
-        """Segments from the top to this one. O(segments)."""
-        path: list[Segment] = []
-        node: Segment | None = segment
-        while node is not None and node.parent is not None:
-            path.append(node)
-            node = node.parent
-        path.reverse()
-        return path
-
     def walk(self) -> Iterator[Segment]:
         """All segments, parents before children."""
         stack = list(self.root.children.values())

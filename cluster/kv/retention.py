@@ -18,15 +18,13 @@ from cluster.kv.group_managers import GroupManager
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
+from cluster.kv.point_costs import PointCosts, fallback_of, stop_share
 from cluster.kv.policies import RetentionPolicy
 from cluster.kv.prefix_tree import PrefixTree, Segment, held
 
 _MAX_GHOSTS = 4096
 # Resume points are ranked anew after so many requests, as a share of the segments: the cost of a ranking is spread.
 _RANKED_PER_REQUEST = 64
-# A point inside a longer live prefix is used only where requests part there: a belief worth so many observations.
-_STOP_PRIOR = 0.1
-_STOP_PRIOR_WEIGHT = 4.0
 _CHEAP, _POINT, _PINNED = 0, 1, 2
 
 
@@ -58,6 +56,7 @@ class Retention:
         self._policy = policy
         self._block_size = block_size
         self._windows = [m for m in managers if not m.is_full and not m.is_state]
+        self._costs = PointCosts(managers, block_size)
         self._is_full_only = all(m.is_full for m in managers)
         self.counts = [EvictionCounts() for _ in managers]
         # Grows with every block evicted: a look-up made before may be stale.
@@ -172,16 +171,15 @@ class Retention:
             return
         if is_leaf and not self._has_evictable_tail(segment):
             return
-        fallback = _fallback(segment)
-        freed = self._leaf_bytes(segment, fallback) if is_leaf else self._inner_bytes(segment, fallback)
+        fallback = fallback_of(segment)
+        freed = self._costs.leaf_bytes(segment, fallback) if is_leaf else self._costs.inner_bytes(segment, fallback)
         if freed == 0:
             return
         lost = float(segment.end - fallback) * self._block_size
         if self._is_full_only:
             lost = segment.num_blocks * self._block_size
         if not is_leaf:
-            seen = segment.num_stops + segment.num_passes
-            lost *= (segment.num_stops + _STOP_PRIOR * _STOP_PRIOR_WEIGHT) / (seen + _STOP_PRIOR_WEIGHT)
+            lost *= stop_share(segment)
         rank = self._policy.rank(segment, self.clock - segment.last_use, lost, freed)
         kind = _PINNED if segment.pinned_until_s > self._now_s else _POINT
         self._queue.append((kind, rank, self._number(), segment))
@@ -196,34 +194,6 @@ class Retention:
             if block_id != NULL_BLOCK and not self._pools[manager.pool_id].is_evictable(block_id):
                 return False
         return True
-
-    def _leaf_bytes(self, segment: Segment, fallback: int) -> int:
-        """What goes with a leaf's point: its window and state, and the blocks that only it can use."""
-        top = segment
-        while top.parent is not None and top.parent.parent is not None and _is_passage(top.parent):
-            top = top.parent
-        freed = 0
-        for manager in self._managers:
-            if manager.is_state:
-                num_blocks = int(segment.blocks[manager.group_id][-1] != NULL_BLOCK)
-            elif manager.is_full:
-                num_blocks = segment.end - top.start
-            else:
-                num_blocks = segment.end - max(manager.first_needed(segment.end * self._block_size), fallback)
-            freed += num_blocks * manager.page_bytes
-        return freed
-
-    def _inner_bytes(self, segment: Segment, fallback: int) -> int:
-        """What an inner point needs that the one above does not: its window and its state."""
-        freed = 0
-        for manager in self._managers:
-            if manager.is_state:
-                freed += manager.page_bytes * (segment.blocks[manager.group_id][-1] != NULL_BLOCK)
-        # Points below may share some of its window; counting all of it lets a chain of close points thin out.
-        for manager in self._windows:
-            first = max(manager.first_needed(segment.end * self._block_size), fallback)
-            freed += manager.page_bytes * (segment.end - first)
-        return freed
 
     def _needed_from(self, segment: Segment, reach: dict[Segment, list[int]]) -> list[int]:
         """For each window group the first position that points at or below the segment's end need."""
@@ -305,14 +275,14 @@ class Retention:
             node = node.parent
 
     def _drop_leaf(self, segment: Segment, kind: int, num_blocks: int) -> None:
-        if segment.is_point:
-            self._remember(segment)
         end = segment.start
         if self._is_full_only:
             end = max(end, segment.end - max(1, num_blocks))
         end = self._first_unreferenced(segment, end)
         rank, parent = self.clock - segment.last_use, segment.parent
         old_end = segment.end
+        if segment.is_point and end < old_end:
+            self._remember(segment)
         self._trim(segment, end, is_orphan=False)
         if segment.parent is not None:
             # Its running sequences, or its own worth, keep the rest.
@@ -328,8 +298,8 @@ class Retention:
         if self._is_full_only:
             freed = self._managers[0].page_bytes * segment.num_blocks
         else:
-            fallback = _fallback(segment)
-            lost, freed = float(segment.end - fallback) * self._block_size, self._leaf_bytes(segment, fallback)
+            fallback = fallback_of(segment)
+            lost, freed = float(segment.end - fallback) * self._block_size, self._costs.leaf_bytes(segment, fallback)
         if freed:
             rank = self._policy.rank(segment, age, lost, freed)
             insort(self._queue, (kind, rank, self._number(), segment), key=lambda entry: _descending(entry))
@@ -415,18 +385,3 @@ def _eviction_order(entry: tuple[int, float, int, Segment]) -> tuple[int, float,
 def _descending(entry: tuple[int, float, int, Segment]) -> tuple[int, float, int]:
     kind, rank, number = _eviction_order(entry)
     return (-kind, -rank, -number)
-
-
-def _fallback(segment: Segment) -> int:
-    """Where a request would resume if this point were gone: the nearest point above."""
-    node = segment.parent
-    while node is not None and node.parent is not None:
-        if node.is_point:
-            return node.end
-        node = node.parent
-    return 0
-
-
-def _is_passage(segment: Segment) -> bool:
-    """Nothing ends or branches there: only what lies below makes it useful."""
-    return len(segment.children) == 1 and not segment.is_point and segment.num_cursors == 0

@@ -4,9 +4,10 @@ Mirrors protos/cidery/worker/v1/worker.proto, where the meaning of each field is
 Plans are executed in order, and a plan may be made while the one before it is still running.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.kv.hashing import BlockHash
+from cluster.kv.hashing import HASH_BYTES, BlockHash
 from cluster.kv.memory import PoolResize
 from cluster.kv.sequence import BlockCopy, GroupBlocks, TableEdit
 from cluster.scheduling.request import SamplingParams, TokenLogprobs
@@ -80,3 +81,14 @@ class StepResult:
     skipped_seq_ids: tuple[int, ...] = ()
     run_s: float = 0.0
     idle_s: float = 0.0
+
+
+def runs_of(blocks: Iterable[FilledBlock]) -> list[tuple[int, int, bytes]]:
+    """(seq_id, first index, joined hashes) of consecutive blocks of one sequence."""
+    runs: list[tuple[int, int, bytearray]] = []
+    for block in blocks:
+        if runs and runs[-1][0] == block.seq_id and runs[-1][1] + len(runs[-1][2]) // HASH_BYTES == block.block_index:
+            runs[-1][2].extend(block.block_hash)
+        else:
+            runs.append((block.seq_id, block.block_index, bytearray(block.block_hash)))
+    return [(seq_id, first, bytes(hashes)) for seq_id, first, hashes in runs]

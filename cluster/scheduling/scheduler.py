@@ -9,8 +9,8 @@ gets them writes them in a later plan, and blocks found by their hash are full a
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.kv.hashing import HASH_BYTES, join_hashes
 from cluster.kv.manager import KVCacheManager
@@ -20,8 +20,10 @@ from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.live import LiveRequest
-from cluster.scheduling.plan import FilledBlock, Sampled, Slice, StepPlan, StepResult
+from cluster.scheduling.plan import Sampled, Slice, StepPlan, StepResult, runs_of
 from cluster.scheduling.request import Finish, Request, Update
+from cluster.scheduling.resume_points import points_of, tokens_until_stop
+from cluster.scheduling.siblings import waits_for_blocks, waits_for_state
 from cluster.scheduling.step_builder import Checkpoint, StepBuilder
 from cluster.scheduling.waiting import WaitingQueue
 
@@ -73,6 +75,7 @@ class Scheduler:
         self._in_flight: deque[_PlanInFlight] = deque()
         self._released_seq_ids: list[int] = []
         self._edits: list[TableEdit] = []
+        self._waits_for_sibling = partial(waits_for_state if kv.has_states else waits_for_blocks, kv.layout.block_size)
         self._resizes: list[PoolResize] = []
         self._next_seq_id = 1
         self._next_step_id = 1
@@ -273,7 +276,7 @@ class Scheduler:
         start, num_known = live.num_planned, len(live.token_ids)
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens)
         if self._kv.has_states:
-            num_tokens = self._until_stop(live, num_tokens)
+            num_tokens = tokens_until_stop(live, num_tokens, self._kv.layout.block_size)
         new_blocks = self._allocate(live, start + num_tokens, step)
         if new_blocks is None:
             return 0
@@ -287,14 +290,6 @@ class Scheduler:
         elif self._kv.has_states and start >= live.kept_at + _CHECKPOINT_EVERY:
             step.checkpoint(live, start, is_point=True, may_evict=False)
         return num_tokens
-
-    def _until_stop(self, live: LiveRequest, num_tokens: int) -> int:
-        """A recurrent model's chunk ends where a state is to be kept, else at a block's end, where one can be."""
-        start, size = live.num_planned, self._kv.layout.block_size
-        num_tokens = min([num_tokens, *(stop - start for stop in live.stops if stop > start)])
-        aligned = (start + num_tokens) // size * size - start
-        is_last = start + num_tokens == len(live.token_ids)
-        return num_tokens if is_last or aligned <= 0 else aligned
 
     def _allocate(self, live: LiveRequest, num_tokens: int, step: StepBuilder) -> GroupBlocks | None:
         """Blocks for a running request, taken from others if need be; None if it must sit this step out.
@@ -341,7 +336,7 @@ class Scheduler:
             if self._in_flight and live.last_step_id >= self._in_flight[0].step_id:
                 return  # Preempted, and a plan in flight still brings a token of it.
             computed = self._look_up(live)
-            if self._is_computed_elsewhere(live, computed):
+            if self._waits_for_sibling(live, computed, self._running):
                 num_passed_over += 1
                 continue
             if not self._running and not self._kv.can_allocate(computed, len(live.token_ids)):
@@ -364,43 +359,6 @@ class Scheduler:
             live.computed = self._kv.get_computed_blocks(hashes, len(live.token_ids))
         return live.computed
 
-    def _is_computed_elsewhere(self, live: LiveRequest, computed: ComputedBlocks) -> bool:
-        """Whether a running prefill will soon have made more of the prefix resumable. O(running)."""
-        size, has_states = self._kv.layout.block_size, self._kv.has_states
-        # A recurrent model's content may be known further than it can be resumed.
-        depth = (computed.num_tokens if has_states else computed.num_matched_tokens) // size
-        at = slice(depth * HASH_BYTES, (depth + 1) * HASH_BYTES)
-        wanted = live.hashes[at]
-        if not wanted or (depth + 1) * size > len(live.token_ids) - 1:
-            return False
-        for other in self._running:
-            if other.hashes[at] == wanted:
-                if has_states and self._shares_a_stop(live, other, computed.num_tokens):
-                    return True
-                if not has_states and other.num_processed < min((depth + 1) * size, len(other.token_ids)):
-                    return True
-        return False
-
-    def _shares_a_stop(self, live: LiveRequest, other: LiveRequest, num_tokens: int) -> bool:
-        """Whether a running prefill of a recurrent model will keep a state that the waiting one can go on from.
-
-        Where their prompts part is such a place, if the other has not passed it.
-        """
-        size = self._kv.layout.block_size
-        limit = min(len(live.hashes), len(other.hashes), (len(live.token_ids) - 1) // size * HASH_BYTES)
-        common = next(
-            (
-                i
-                for i in range(0, limit, HASH_BYTES)
-                if live.hashes[i : i + HASH_BYTES] != other.hashes[i : i + HASH_BYTES]
-            ),
-            limit,
-        )
-        parting = common // HASH_BYTES * size
-        if parting > other.num_planned and parting > num_tokens:
-            other.stops.add(parting)
-        return any(max(num_tokens, other.num_processed - 1) < stop <= parting for stop in other.stops)
-
     def _owed_bytes(self, live: LiveRequest) -> int:
         if live.num_planned >= len(live.token_ids):
             return 0
@@ -413,7 +371,7 @@ class Scheduler:
         live.seq_id = self._next_seq_id
         self._next_seq_id += 1
         self._live_by_seq[live.seq_id] = live
-        points = self._points_of(live, computed)
+        points = points_of(live, computed, self._kv.layout.block_size)
         step.start(live, computed, points, now_s)
         live.stops = {point for point in points if point > computed.num_tokens} if self._kv.has_states else set()
         live.num_planned = live.num_processed = live.kept_at = computed.num_tokens
@@ -425,15 +383,6 @@ class Scheduler:
             live.num_cached_tokens = computed.num_tokens
             self._num_queried_tokens += len(live.token_ids)
             self._num_cached_tokens += computed.num_tokens
-
-    def _points_of(self, live: LiveRequest, computed: ComputedBlocks) -> set[int]:
-        """Offsets worth resuming at: message ends, the prompt's end, and where the content parts from what is known."""
-        size = self._kv.layout.block_size
-        request = live.request
-        offsets = {*request.boundaries, request.num_prompt_tokens, len(live.token_ids)}
-        if not computed.copies_last:
-            offsets.add(computed.num_matched_tokens)
-        return {offset // size * size for offset in offsets if size <= offset <= len(live.token_ids)}
 
     def _match_plan(self, result: StepResult) -> _PlanInFlight:
         """Take the plan off the list if the result fits it."""
@@ -451,9 +400,8 @@ class Scheduler:
         for seq_id in result.skipped_seq_ids:
             if seq_id in self._live_by_seq:
                 raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
-        seconds = result.run_s + result.idle_s
-        if seconds > 0:
-            self._tokens_per_s += _SPEED_GAIN * (expected.num_tokens / seconds - self._tokens_per_s)
+        if result.run_s > 0:
+            self._tokens_per_s += _SPEED_GAIN * (expected.num_tokens / result.run_s - self._tokens_per_s)
         return self._in_flight.popleft()
 
     def _confirm(self, plan: _PlanInFlight, result: StepResult) -> None:
@@ -461,7 +409,7 @@ class Scheduler:
         for checkpoint in plan.checkpoints:
             if checkpoint.seq_id in self._live_by_seq:
                 self._kv.confirm_checkpoint(checkpoint.seq_id, checkpoint.num_tokens, is_point=checkpoint.is_point)
-        for seq_id, first_index, hashes in _runs(result.filled_blocks):
+        for seq_id, first_index, hashes in runs_of(result.filled_blocks):
             live = self._live_by_seq.get(seq_id)
             if live is not None:
                 self._extend_chain(live, first_index, hashes)
@@ -529,14 +477,3 @@ class Scheduler:
         live.is_running = False
         self._kv.free(live.seq_id, live.num_processed, is_settled=is_settled)
         self._released_seq_ids.append(live.seq_id)
-
-
-def _runs(blocks: Iterable[FilledBlock]) -> list[tuple[int, int, bytes]]:
-    """(seq_id, first index, joined hashes) of consecutive blocks of one sequence."""
-    runs: list[tuple[int, int, bytearray]] = []
-    for block in blocks:
-        if runs and runs[-1][0] == block.seq_id and runs[-1][1] + len(runs[-1][2]) // HASH_BYTES == block.block_index:
-            runs[-1][2].extend(block.block_hash)
-        else:
-            runs.append((block.seq_id, block.block_index, bytearray(block.block_hash)))
-    return [(seq_id, first, bytes(hashes)) for seq_id, first, hashes in runs]

@@ -121,3 +121,9 @@ def test_pending_events_have_the_effect_of_all_in_order(happened):
     assert not set(batch.stored) & set(batch.removed)
     assert set(batch.stored) == present
     assert len(pending) == 0
+
+
+def test_a_full_queue_s_hint_reaches_the_gateway():
+    arrived = wire.failure_from_proto(wire.failure_to_proto("r", Overloaded("full", 7.5)).failure)
+    assert isinstance(arrived, Overloaded)
+    assert arrived.retry_after_s == 7.5

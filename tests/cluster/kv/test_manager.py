@@ -222,18 +222,22 @@ class TestLookup:
             KVCacheManager(layout, policy="fifo")
 
 
-class TestPinsAndPriorities:
+class TestPins:
+    def pin(self, kv, until_s):
+        tokens = tokens_of(0, 161)
+        kv.start(99, kv.get_computed_blocks(b"", 161), chain(tokens), pinned_until_s=until_s)
+        kv.allocate(99, 161)
+        kv.register(99, 0, chain(tokens))
+        kv.free(99, 160)
+        return tokens
+
     def other(self, session, number):
         session.run(tokens_of(100_000 * number, 161))
 
     def test_a_pinned_prefix_outlives_what_is_used_later(self):
         kv = kv_of([FULL], 42)
         session = Session(kv)
-        tokens = tokens_of(0, 161)
-        kv.start(99, kv.get_computed_blocks(b"", 161), chain(tokens), pinned_until_s=50.0)
-        kv.allocate(99, 161)
-        kv.register(99, 0, chain(tokens))
-        kv.free(99, 160)
+        tokens = self.pin(kv, 50.0)
         for number in range(1, 9):
             self.other(session, number)
         assert session.lookup([*tokens, 1]).num_tokens == 160
@@ -241,11 +245,7 @@ class TestPinsAndPriorities:
     def test_a_pin_makes_nobody_fail(self):
         kv = kv_of([FULL], 12)
         session = Session(kv)
-        tokens = tokens_of(0, 161)
-        kv.start(99, kv.get_computed_blocks(b"", 161), chain(tokens), pinned_until_s=1e9)
-        kv.allocate(99, 161)
-        kv.register(99, 0, chain(tokens))
-        kv.free(99, 160)
+        tokens = self.pin(kv, 1e9)
         self.other(session, 1)
         assert session.lookup([*tokens, 1]).num_tokens < 160
 

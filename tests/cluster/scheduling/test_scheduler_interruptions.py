@@ -204,7 +204,9 @@ class TestWorkerLost:
         rig.step()
         rig.lose_worker()
         rig.lose_worker()
+        assert (rig.scheduler.num_running, rig.scheduler.num_waiting) == (0, 1)
         rig.drain()
+        assert rig.finished["a"] is Finish.LENGTH
 
 
 class TestProtocol:
