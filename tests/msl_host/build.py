@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.msl_host import lints, toolchain
 from tests.msl_host.errors import Finding, KernelError
-from tests.msl_host.places import Author
+from tests.msl_host.places import Author, group_variables
 from tests.msl_host.signature import Signature
 
 _BACK_END = [
@@ -22,23 +22,30 @@ _BACK_END = [
     *("-fno-vectorize", "-fno-slp-vectorize"),
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write"),
 ]
+_GAP_BYTES = 64
 # A kernel written as a template is only here no kernel, and threadgroup variables belong to kernels.
 _TEMPLATE_ALLOWED = "cannot be declared in local address space"
 
 
 @dataclass
 class Module:
-    """A loaded kernel. `granule`: bytes of threadgroup memory that are tracked as one."""
+    """A loaded kernel.
+
+    `bounds`: its addresses; `group_bounds`: those of its threadgroup variables and the gaps between them. `variables`:
+    offset from there, size and name. `granule`: bytes of threadgroup memory that are tracked as one.
+    """
 
     path: Path
     entry: int
     group_bounds: tuple[int, int]
     bounds: tuple[int, int]
+    variables: list[tuple[int, int, str]]
     granule: int = 2
 
     @property
     def group_bytes(self) -> int:
-        return self.group_bounds[1] - self.group_bounds[0]
+        """What Metal would need, with each variable on a multiple of 16 bytes."""
+        return sum(-(-size // 16) * 16 for _, size, _ in self.variables)
 
 
 class Builder:
@@ -134,16 +141,18 @@ def _template_findings(work: Path, signature: Signature, author: Author) -> list
 
 
 def _make_visible(ir: str) -> str:
-    """Threadgroup variables in one section, which tells their size, and visible from outside.
+    """Threadgroup variables in one section, with gaps between them that no access may meet, and visible from outside.
 
     Else the optimiser turns a variable that each thread writes before it reads into a private one, and a race is gone.
     """
-    ir = re.sub(
-        r"^(@\S+ = )internal (?:unnamed_addr )?global (.+ undef)((?:, comdat[^,\n]*)?), align",
-        r'\1hidden global \2, section "msl_group", align',
-        ir,
-        flags=re.MULTILINE,
-    )
+    gap = f'hidden global [{_GAP_BYTES} x i8] undef, section "msl_group", align 16'
+
+    def in_section(match: re.Match[str]) -> str:
+        number = match.start()
+        return f'@msl_gap_{number} = {gap}\n{match[1]}hidden global {match[2]}, section "msl_group", align'
+
+    variable = r"^(@\S+ = )internal (?:unnamed_addr )?global (.+ (?:undef|poison))(?:, comdat[^,\n]*)?, align"
+    ir = re.sub(variable, in_section, ir, flags=re.MULTILINE)
     ir = re.sub(r"\bnorecurse\b", "", ir)
     return re.sub(r"^(attributes #\d+ = \{)", r"\1 sanitize_thread", ir, flags=re.MULTILINE)
 
@@ -163,7 +172,9 @@ def load(path: Path) -> Module:
     entry = ctypes.cast(library.msl_entry, ctypes.c_void_p).value
     assert entry is not None
     bounds = min(low for low, _ in ranges), max(high for _, high in ranges)
-    return Module(path, entry, (bound(0), bound(1)), bounds)
+    group = bound(0), bound(1)
+    variables = [(bounds[0] + at - group[0], size, name) for at, size, name in group_variables(path)] if group[0] else []
+    return Module(path, entry, group, bounds, variables)
 
 
 @cache

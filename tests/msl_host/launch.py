@@ -12,7 +12,7 @@ import numpy as np
 from tests.msl_host import build
 from tests.msl_host.arrays import Input, filled, itemsize
 from tests.msl_host.errors import Finding, KernelError
-from tests.msl_host.places import Author, group_variables
+from tests.msl_host.places import Author
 from tests.msl_host.signature import Parameter, Signature
 
 MAX_THREADGROUP_BYTES = 32 * 1024
@@ -37,6 +37,8 @@ class _Request(ctypes.Structure):
         ("threadgroup", ctypes.c_uint32 * 3),
         ("granule", ctypes.c_uint32),
         ("count_lines", ctypes.c_uint32),
+        ("variables", ctypes.c_void_p),
+        ("num_variables", ctypes.c_uint64),
     )
 
 
@@ -102,7 +104,7 @@ class Job:
 
 
 def run(job: Job, module: build.Module, seed: int, writes_back: bool) -> tuple[list[bytes], LaunchRecord]:
-    """Bytes of the outputs, and the counters. `writes_back`: inputs declared in place get what the kernel wrote."""
+    """Bytes of the outputs and of what was written in place, and the counters. `writes_back`: inputs declared in place get what the kernel wrote."""
     if module.group_bytes > MAX_THREADGROUP_BYTES:
         text = f"{module.group_bytes} bytes of threadgroup memory; Metal has {MAX_THREADGROUP_BYTES}"
         raise job.error(Finding("threadgroup-memory", "", text))
@@ -193,6 +195,8 @@ class _Launch:
     def run(self, seed: int) -> list[Finding]:
         job, module = self._job, self._module
         arguments = (ctypes.c_uint64 * len(self._addresses))(*self._addresses)
+        ranges = [number for low, size, _ in module.variables for number in (low, size)]
+        variables = (ctypes.c_uint64 * len(ranges))(*ranges)
         triple = ctypes.c_uint32 * 3
         request = _Request(
             module.entry,
@@ -206,6 +210,8 @@ class _Launch:
             triple(*job.threadgroup),
             module.granule,
             job.count_lines,
+            ctypes.addressof(variables),
+            len(module.variables),
         )
         if not self._runtime.msl_launch(ctypes.byref(request)):
             return []
@@ -223,10 +229,13 @@ class _Launch:
         """The runtime's "@T12@", an offset into threadgroup memory, as a variable and the offset in it."""
         while "@T" in text:
             head, offset, tail = text.split("@", 2)
-            at = self._module.group_bounds[0] - self._module.bounds[0] + int(offset[1:])
-            named = [(at - low, name) for low, size, name in group_variables(self._module.path) if low <= at < low + size]
-            place = f"byte {named[0][0]} of threadgroup variable '{named[0][1]}'" if named else "threadgroup memory"
-            text = f"{head}{place}{tail}"
+            at = int(offset[1:])
+            before = [(at - low, size, name) for low, size, name in self._module.variables if low <= at]
+            if before:
+                distance, size, name = min(before)
+                text = f"{head}byte {distance} of threadgroup variable '{name}' ({size} bytes){tail}"
+            else:
+                text = f"{head}memory before all threadgroup variables{tail}"
         return text
 
     def check_written(self) -> None:
@@ -247,11 +256,14 @@ class _Launch:
         return int(np.prod(shape, dtype=np.int64)) * itemsize(dtype)
 
     def outputs(self) -> list[bytes]:
-        return [
-            ctypes.string_at(self._addresses[number], self._output_bytes(parameter))
-            for number, parameter in enumerate(self._job.signature.parameters)
-            if parameter.role == "output"
-        ]
+        """Bytes of each output, then of each array that was written in place."""
+        parameters = list(enumerate(self._job.signature.parameters))
+        sizes = [(number, self._output_bytes(p)) for number, p in parameters if p.role == "output"]
+        for number, parameter in parameters:
+            if parameter.role == "input" and parameter.name in self._job.in_place:
+                value = self._job.inputs[parameter.index]
+                sizes += [(number, value.nbytes)] if value.pool is None else []
+        return [ctypes.string_at(self._addresses[number], size) for number, size in sizes]
 
     def write_back(self) -> None:
         for number, parameter in enumerate(self._job.signature.parameters):

@@ -112,6 +112,8 @@ struct LaunchRequest {
   double cpu_seconds;
   u32 grid[3], threadgroup[3];
   u32 granule, count_lines;
+  const u64* variables;  // offset and size of each threadgroup variable
+  u64 num_variables;
 };
 
 // Returns the number of errors.
@@ -126,7 +128,7 @@ API int msl_launch(const LaunchRequest* request) {
   launch_num_arguments = u32(request->num_arguments);
   start_schedule(request->entry, request->arguments, request->seed);
   start_memory(request->group_low, request->group_high, request->module_low, request->module_high, request->granule,
-               request->count_lines);
+               request->count_lines, request->variables, request->num_variables);
 
   static u8 signal_stack[64 * 1024];
   stack_t own{}, old_stack;

@@ -74,6 +74,7 @@ u32 group_granule;
 std::vector<Cell> group_cells;
 std::vector<Accesses> group_atomics;
 std::vector<u32> group_written;  // threadgroup that last wrote the granule
+std::vector<bool> group_is_variable;  // per byte: not in a gap between variables
 bool group_has_atomics;
 
 bool count_lines_;
@@ -236,8 +237,11 @@ void access_buffer(Buffer& b, uintptr_t address, u32 size, bool is_write, bool i
 
 void access_group(uintptr_t address, u32 size, bool is_write, bool is_atomic, uintptr_t pc) {
   const size_t at = address - group_address;
-  if (at + size > group_size)
-    report("out-of-bounds", pc, thread_text(*current) + " runs past the end of threadgroup memory", true);
+  if (at + size > group_size || !group_is_variable[at] || !group_is_variable[at + size - 1])
+    report("out-of-bounds", pc,
+           thread_text(*current) + (is_write ? " writes " : " reads ") + std::to_string(size) + " bytes at " +
+               group_variable_text(address),
+           true);
   (is_write ? counters.threadgroup_bytes_written : counters.threadgroup_bytes_read) += size;
   if (at % group_granule || size % group_granule) report_granule(pc);
   bool is_reported = false;
@@ -333,7 +337,7 @@ void mark_atomic(uintptr_t address, bool writes, uintptr_t pc) {
 }
 
 void start_memory(uintptr_t group_low, uintptr_t group_high, uintptr_t module_low, uintptr_t module_high, u32 granule,
-                  bool count_lines) {
+                  bool count_lines, const u64* variables, u64 num_variables) {
   group_address = group_low;
   group_size = group_high - group_low;
   module_low_ = module_low;
@@ -343,6 +347,9 @@ void start_memory(uintptr_t group_low, uintptr_t group_high, uintptr_t module_lo
   group_has_atomics = false;
   group_cells.assign(group_size / granule + 1, Cell{});
   group_written.assign(group_size / granule + 1, 0);
+  group_is_variable.assign(group_size, false);
+  for (u64 i = 0; i < num_variables; i++)
+    std::fill_n(group_is_variable.begin() + variables[2 * i], variables[2 * i + 1], true);
 }
 
 void start_group_memory() { memset(reinterpret_cast<void*>(group_address), 0xff, group_size); }

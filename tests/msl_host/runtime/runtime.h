@@ -72,7 +72,7 @@ void check_deadline();
 
 // -------------------------------------------------------------------- memory.cpp
 void start_memory(uintptr_t group_low, uintptr_t group_high, uintptr_t module_low, uintptr_t module_high, u32 granule,
-                  bool count_lines);
+                  bool count_lines, const u64* variables, u64 num_variables);
 void start_group_memory();
 void end_group_memory();
 void mark_atomic(uintptr_t address, bool writes, uintptr_t pc);
