@@ -72,8 +72,9 @@ def _compile(key: str, signature: Signature, author: Author) -> Path:
         return target
     with tempfile.TemporaryDirectory(dir=toolchain.cache_folder()) as folder:
         work = Path(folder)
-        ir = _front_end(work, signature, author)
+        ir, warnings = _front_end(work, signature, author)
         findings = [
+            *lints.check_warnings(warnings, author),
             *lints.check_tokens(author),
             *_ast_findings(work, author),
             *lints.check_ir(ir),
@@ -83,8 +84,16 @@ def _compile(key: str, signature: Signature, author: Author) -> Path:
             raise KernelError(signature.kernel_name, list(dict.fromkeys(findings)))
         (work / "kernel.ll").write_text(_make_visible(ir))
         own = toolchain.find()
-        _must(toolchain.run([*own.clang, *_BACK_END, str(work / "kernel.ll"), "-o", str(work / "kernel.o")]).stderr, work, "kernel.o")
-        _must(toolchain.run(["ld", "-shared", str(work / "kernel.o"), "-o", str(work / "kernel.so")]).stderr, work, "kernel.so")
+        _must(
+            toolchain.run([*own.clang, *_BACK_END, str(work / "kernel.ll"), "-o", str(work / "kernel.o")]).stderr,
+            work,
+            "kernel.o",
+        )
+        _must(
+            toolchain.run(["ld", "-shared", str(work / "kernel.o"), "-o", str(work / "kernel.so")]).stderr,
+            work,
+            "kernel.so",
+        )
         shutil.move(work / "kernel.so", target)
     return target
 
@@ -94,13 +103,13 @@ def _must(stderr: str, work: Path, product: str) -> None:
         raise RuntimeError(f"the compiler failed behind its front end:\n{stderr}")
 
 
-def _front_end(work: Path, signature: Signature, author: Author) -> str:
-    """LLVM's text form of the kernel, not optimised; all rules of the language hold from here on."""
+def _front_end(work: Path, signature: Signature, author: Author) -> tuple[str, str]:
+    """LLVM's text form of the kernel, not optimised, and the warnings; all rules of the language hold from here on."""
     (work / "kernel.metal").write_text(signature.host_text)
     result = _clang(work, "-S", "-emit-llvm", str(work / "kernel.metal"), "-o", str(work / "kernel.ll"))
     if result.returncode:
         raise KernelError(signature.kernel_name, _compiler_findings(result.stderr, author))
-    return (work / "kernel.ll").read_text()
+    return (work / "kernel.ll").read_text(), result.stderr
 
 
 def _clang(work: Path, *arguments: str):  # noqa: ANN202
@@ -126,7 +135,9 @@ def _template_findings(work: Path, signature: Signature, author: Author) -> list
     """Errors of MLX's own text, where the kernel is a template: a forgotten `typename`, a name looked up too early."""
     if not signature.template:
         return []
-    text = re.sub(r"template \[\[host_name\([^)]*\)\]\] \[\[kernel\]\] decltype", "template decltype", signature.mlx_text)
+    text = re.sub(
+        r"template \[\[host_name\([^)]*\)\]\] \[\[kernel\]\] decltype", "template decltype", signature.mlx_text
+    )
     # The same lines as in the other text, so that positions mean the same.
     split = len(author.header)
     head, rest = text[:split], text[split:]
@@ -173,7 +184,9 @@ def load(path: Path) -> Module:
     assert entry is not None
     bounds = min(low for low, _ in ranges), max(high for _, high in ranges)
     group = bound(0), bound(1)
-    variables = [(bounds[0] + at - group[0], size, name) for at, size, name in group_variables(path)] if group[0] else []
+    variables = (
+        [(bounds[0] + at - group[0], size, name) for at, size, name in group_variables(path)] if group[0] else []
+    )
     return Module(path, entry, group, bounds, variables)
 
 

@@ -226,15 +226,23 @@ def _launch_findings(job: Job, ensure_row_contiguous: bool) -> Iterator[Finding]
     if len(parameters) > launch.MAX_BUFFERS:
         yield finding(f"{len(parameters)} buffers, shapes and strides included: Metal allows {launch.MAX_BUFFERS}")
     if not job.signature.kernel_name.isidentifier():
-        yield finding(f"'{job.signature.kernel_name}' is no name: letters and digits, and no negative template argument")
+        yield finding(
+            f"'{job.signature.kernel_name}' is no name: letters and digits, and no negative template argument"
+        )
     num_plain = sum(p.role in ("input", "output") for p in parameters)
     if "[[th" not in job.signature.mlx_text and len(job.output_shapes) > 1 and len(parameters) > num_plain:
-        yield finding("MLX writes a broken signature for several outputs and shapes without any thread attribute: use one")
+        yield finding(
+            "MLX writes a broken signature for several outputs and shapes without any thread attribute: use one"
+        )
     for value in job.inputs:
         if value.name in job.in_place and ensure_row_contiguous:
-            yield finding(f"input '{value.name}' is written in place: ensure_row_contiguous must be False, or a copy is")
+            yield finding(
+                f"input '{value.name}' is written in place: ensure_row_contiguous must be False, or a copy is"
+            )
         if value.name in job.in_place and value.size < 8:
-            yield finding(f"input '{value.name}' is written in place but below 8 elements, so in address space constant")
+            yield finding(
+                f"input '{value.name}' is written in place but below 8 elements, so in address space constant"
+            )
 
 
 def engine_on_host(monkeypatch: Any, host: MslHost) -> None:

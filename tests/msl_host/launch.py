@@ -31,7 +31,10 @@ class _Request(ctypes.Structure):
     _fields_ = (
         ("entry", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("num_arguments", "group_low", "group_high", "module_low", "module_high", "seed")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("num_arguments", "group_low", "group_high", "module_low", "module_high", "seed")
+        ),
         ("cpu_seconds", ctypes.c_double),
         ("grid", ctypes.c_uint32 * 3),
         ("threadgroup", ctypes.c_uint32 * 3),

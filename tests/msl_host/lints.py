@@ -16,6 +16,7 @@ _TOKENS = [
     (r"\bstd::", "Metal's library is in namespace metal"),
 ]
 _MAX_ACCESS_BITS = 128
+_AST_WORDS = {"used", "referenced", "implicit", "invalid"}
 
 
 def check_tokens(author: Author) -> Iterator[Finding]:
@@ -25,6 +26,14 @@ def check_tokens(author: Author) -> Iterator[Finding]:
             for pattern, message in _TOKENS:
                 if re.search(pattern, line):
                     yield Finding("legality", author.where(base + number), message)
+
+
+def check_warnings(stderr: str, author: Author) -> Iterator[Finding]:
+    """Private variables that are read before they are set. Clang takes threadgroup variables for such too."""
+    text = author.header + author.source
+    for line, message, name in re.findall(r":(\d+):\d+: warning: (variable '(\w+)' is .*uninitialized.*) \[", stderr):
+        if not re.search(rf"\bthreadgroup\b[^;]*\b{name}\b", text):
+            yield Finding("compile", author.where(int(line)), message)
 
 
 def _without_comments(text: str) -> str:
@@ -48,13 +57,19 @@ def check_ast(dump: str, author: Author) -> Iterator[Finding]:
         at = _last_line(line, at)
         if node is None or not author.where(at):
             continue
-        kind, name, kinds = node[1], node[3].split()[-1] if node[3].split() else "?", node[4].split("'")[0]
+        kind, kinds = node[1], node[4].split("'")[0]
+        words = [word for word in node[3].split() if ":" not in word and word not in _AST_WORDS]
+        if not words:
+            continue  # a parameter without a name, such as those of copy constructors that the compiler adds
+        name = words[-1]
         if kind in ("VarDecl", "ParmVarDecl", "FieldDecl") and re.search(r"__generic[^(]*[*&]", kinds):
             yield Finding("legality", author.where(at), f"pointer or reference '{name}' has no address space")
         elif kind == "FunctionDecl" and re.search(r"__generic[^(]*[*&]", kinds.split("(")[0]):
             yield Finding("legality", author.where(at), f"the result of '{name}' has no address space")
         elif kind == "VarDecl" and re.match(r"[|`]-VarDecl", line) and "__constant" not in kinds:
-            yield Finding("legality", author.where(at), f"program-scope variable '{name}' is not in address space constant")
+            yield Finding(
+                "legality", author.where(at), f"program-scope variable '{name}' is not in address space constant"
+            )
 
 
 def _last_line(line: str, at: int) -> int:
@@ -85,7 +100,9 @@ def check_ir(ir: str) -> Iterator[Finding]:
         yield Finding("legality", "", f"program-scope variable {name} can be changed")
     for count, bits in re.findall(r"(?:load|store) <(\d+) x [a-z]+?(\d+)?>", ir):
         if int(count) * int(bits or 32) > _MAX_ACCESS_BITS:
-            yield Finding("legality", "", f"a vector of {count} x {bits or 32} bits: over 16 bytes no access is checked")
+            yield Finding(
+                "legality", "", f"a vector of {count} x {bits or 32} bits: over 16 bytes no access is checked"
+            )
             return
 
 

@@ -44,5 +44,7 @@ class Author:
 def group_variables(module: Path) -> list[tuple[int, int, str]]:
     """Address in the file, size and name of the threadgroup variables of a module."""
     listing = subprocess.run(["nm", "-S", str(module)], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^(\w+) (\w+) [a-zA-Z] _ZZ.*?msl_kernel\S*?E\d+([A-Za-z_]\w*?)(?:_\d+)?$", listing, re.MULTILINE)
+    found = re.findall(
+        r"^(\w+) (\w+) [a-zA-Z] _ZZ.*?msl_kernel\S*?E\d+([A-Za-z_]\w*?)(?:_\d+)?$", listing, re.MULTILINE
+    )
     return [(int(address, 16), int(size, 16), name) for address, size, name in found]

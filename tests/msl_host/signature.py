@@ -183,7 +183,9 @@ def _host_text(
     ]
     for p in parameters:
         cast = f"({p.space} {p.type}*){p.name}__address"
-        binds.append(f"{p.space} {p.type}& {p.name} = *{cast};" if p.is_reference else f"{p.space} {p.type}* {p.name} = {cast};")
+        binds.append(
+            f"{p.space} {p.type}& {p.name} = *{cast};" if p.is_reference else f"{p.space} {p.type}* {p.name} = {cast};"
+        )
     return (
         f'#line {HEADER_LINE + 1} "header.metal"\n{header}\n#line 1 "generated"\n'
         f"__kernel void msl_kernel({', '.join(declared)}) {{ {' '.join(binds)}\n"

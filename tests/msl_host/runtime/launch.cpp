@@ -159,8 +159,7 @@ API const Counters* msl_counters() { return &counters; }
 
 // ------------------------------------------------- called by UBSan's minimal instrumentation
 #define PC (reinterpret_cast<uintptr_t>(__builtin_return_address(0)) - 1)
-#define UNDEFINED(name, kind, text)                                                                \
-  API void __ubsan_handle_##name##_minimal_abort() { report(kind, PC, thread_text(*current) + ": " text, true); } \
+#define UNDEFINED(name, kind, text) \
   API void __ubsan_handle_##name##_minimal() { report(kind, PC, thread_text(*current) + ": " text, true); }
 UNDEFINED(type_mismatch, "misaligned", "access that is not aligned for its type")
 UNDEFINED(alignment_assumption, "misaligned", "access that is not aligned for its type")
@@ -170,7 +169,6 @@ UNDEFINED(mul_overflow, "integer-overflow", "signed multiplication overflows")
 UNDEFINED(negate_overflow, "integer-overflow", "negation overflows")
 UNDEFINED(implicit_conversion, "integer-overflow", "implicit conversion to a narrower integer loses the value")
 UNDEFINED(divrem_overflow, "undefined-behaviour", "integer division by zero, or its result overflows")
-UNDEFINED(shift_out_of_bounds, "undefined-behaviour", "shift by a negative number or by more bits than there are")
 UNDEFINED(out_of_bounds, "out-of-bounds", "array index out of range")
 UNDEFINED(float_cast_overflow, "undefined-behaviour", "a float outside of the integer's range is converted to it")
 

@@ -322,7 +322,7 @@ void free_buffers() {
 
 bool is_kernel_code(uintptr_t pc) { return pc - module_low_ < module_high_ - module_low_; }
 
-void mark_atomic(uintptr_t address, bool writes, uintptr_t pc) {
+void mark_atomic(uintptr_t address, bool reads, bool writes, uintptr_t pc) {
   const uintptr_t offset = address - reservation;
   if (offset < kReservation) {
     const u16 number = buffer_of_page[offset / kPage];
@@ -332,7 +332,7 @@ void mark_atomic(uintptr_t address, bool writes, uintptr_t pc) {
     group_has_atomics = true;
     group_atomics.assign(group_cells.size(), Accesses{});
   }
-  access(address, 4, false, pc, true);
+  if (reads) access(address, 4, false, pc, true);
   if (writes) access(address, 4, true, pc, true);
 }
 

@@ -75,7 +75,7 @@ void start_memory(uintptr_t group_low, uintptr_t group_high, uintptr_t module_lo
                   bool count_lines, const u64* variables, u64 num_variables);
 void start_group_memory();
 void end_group_memory();
-void mark_atomic(uintptr_t address, bool writes, uintptr_t pc);
+void mark_atomic(uintptr_t address, bool reads, bool writes, uintptr_t pc);
 bool is_kernel_code(uintptr_t pc);
 
 // -------------------------------------------------------------------- launch.cpp

@@ -461,7 +461,7 @@ API u32 __msl_lane() { return current->lane; }
 API u32 __msl_atomic(u32 op, u32 type, u64 address, u32 bits, u32 expected, u32) {
   enum { kLoad, kStore, kExchange, kAdd, kSub, kMin, kMax, kAnd, kOr, kXor, kCompare };
   counters.atomics++;
-  mark_atomic(address, op != kLoad, reinterpret_cast<uintptr_t>(__builtin_return_address(0)) - 1);
+  mark_atomic(address, op != kStore, op != kLoad, reinterpret_cast<uintptr_t>(__builtin_return_address(0)) - 1);
   u32* at = reinterpret_cast<u32*>(address);
   const u32 old = *at;
   switch (op) {

@@ -6,6 +6,10 @@ template <class T>
 struct atomic {
   T value;
 };
+// Clang has types of these names in OpenCL.
+#define atomic_uint msl_atomic_uint
+#define atomic_int msl_atomic_int
+#define atomic_float msl_atomic_float
 typedef atomic<uint> atomic_uint;
 typedef atomic<int> atomic_int;
 typedef atomic<float> atomic_float;
