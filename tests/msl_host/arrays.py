@@ -45,8 +45,8 @@ def metal_type(dtype: mx.Dtype) -> str:
 class SparsePool:
     """An input of any size that holds only some rows of its first axis; reading another row is an error.
 
-    `rows` maps an index to the row's content. A row that a kernel writes in place is updated or added. For offsets that do
-    not fit 32 bits: a pool of more than 2^31 elements costs the memory of its rows.
+    `rows` maps an index to the row's content. A row that a kernel writes in place is updated or added. For offsets that
+    do not fit 32 bits: a pool of more than 2^31 elements costs the memory of its rows.
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any, rows: dict[int, Any]) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pathlib import Path
 from tests.msl_host import lints, toolchain
 from tests.msl_host.errors import Finding, KernelError
 from tests.msl_host.places import Author, group_variables
-from tests.msl_host.signature import Signature
+from tests.msl_host.signature import HEADER_LINE, SOURCE_LINE, Signature
 
 _BACK_END = [
     *("-x", "ir", "-target", "x86_64-linux-gnu", "-fPIC", "-O1", "-fsanitize=thread", "-c", "-Wno-override-module"),
@@ -84,35 +85,28 @@ def _compile(key: str, signature: Signature, author: Author) -> Path:
             raise KernelError(signature.kernel_name, list(dict.fromkeys(findings)))
         (work / "kernel.ll").write_text(_make_visible(ir))
         own = toolchain.find()
-        _must(
-            toolchain.run([*own.clang, *_BACK_END, str(work / "kernel.ll"), "-o", str(work / "kernel.o")]).stderr,
-            work,
-            "kernel.o",
-        )
-        _must(
-            toolchain.run(["ld", "-shared", str(work / "kernel.o"), "-o", str(work / "kernel.so")]).stderr,
-            work,
-            "kernel.so",
-        )
+        _must([*own.clang, *_BACK_END, str(work / "kernel.ll"), "-o", str(work / "kernel.o")])
+        _must(["ld", "-shared", str(work / "kernel.o"), "-o", str(work / "kernel.so")])
         shutil.move(work / "kernel.so", target)
     return target
 
 
-def _must(stderr: str, work: Path, product: str) -> None:
-    if not (work / product).exists():
-        raise RuntimeError(f"the compiler failed behind its front end:\n{stderr}")
+def _must(command: list[str]) -> None:
+    result = toolchain.run(command)
+    if result.returncode:
+        raise RuntimeError(f"{command[0]} fails on a kernel that compiles:\n{result.stderr}")
 
 
 def _front_end(work: Path, signature: Signature, author: Author) -> tuple[str, str]:
     """LLVM's text form of the kernel, not optimised, and the warnings; all rules of the language hold from here on."""
     (work / "kernel.metal").write_text(signature.host_text)
-    result = _clang(work, "-S", "-emit-llvm", str(work / "kernel.metal"), "-o", str(work / "kernel.ll"))
+    result = _clang("-S", "-emit-llvm", str(work / "kernel.metal"), "-o", str(work / "kernel.ll"))
     if result.returncode:
         raise KernelError(signature.kernel_name, _compiler_findings(result.stderr, author))
     return (work / "kernel.ll").read_text(), result.stderr
 
 
-def _clang(work: Path, *arguments: str):  # noqa: ANN202
+def _clang(*arguments: str) -> subprocess.CompletedProcess[str]:
     own = toolchain.find()
     return toolchain.run([*own.clang, *own.front_end, "-include-pch", str(own.preamble), *arguments])
 
@@ -125,7 +119,7 @@ def _compiler_findings(stderr: str, author: Author) -> list[Finding]:
 
 
 def _ast_findings(work: Path, author: Author) -> list[Finding]:
-    result = _clang(work, "-fsyntax-only", "-Xclang", "-ast-dump", str(work / "kernel.metal"))
+    result = _clang("-fsyntax-only", "-Xclang", "-ast-dump", str(work / "kernel.metal"))
     if result.returncode:
         raise RuntimeError(f"no syntax tree of a kernel that compiles:\n{result.stderr}")
     return list(lints.check_ast(result.stdout, author))
@@ -138,17 +132,18 @@ def _template_findings(work: Path, signature: Signature, author: Author) -> list
     text = re.sub(
         r"template \[\[host_name\([^)]*\)\]\] \[\[kernel\]\] decltype", "template decltype", signature.mlx_text
     )
-    # The same lines as in the other text, so that positions mean the same.
-    split = len(author.header)
-    head, rest = text[:split], text[split:]
+    # Lines get the numbers that they have in the other text, so that positions mean the same.
+    header, rest = text[: len(author.header)], text[len(author.header) :]
     start = rest.index(") {\n") + len(") {\n")
-    text = f'#line 1000001 "header.metal"\n{head}\n#line 1 "generated"\n{rest[:start]}#line 2000001 "source.metal"\n{rest[start:]}'
-    (work / "template.metal").write_text(text)
-    result = _clang(work, "-fsyntax-only", "-ferror-limit=0", "-Wno-unknown-attributes", str(work / "template.metal"))
-    found = [f for f in _compiler_findings(result.stderr, author) if _TEMPLATE_ALLOWED not in f.text]
+    parts = [
+        f'#line {HEADER_LINE + 1} "header.metal"\n{header}',
+        f'#line 1 "generated"\n{rest[:start]}#line {SOURCE_LINE + 1} "source.metal"\n{rest[start:]}',
+    ]
+    (work / "template.metal").write_text("\n".join(parts))
+    result = _clang("-fsyntax-only", "-ferror-limit=0", "-Wno-unknown-attributes", str(work / "template.metal"))
     if not result.returncode:
         return []
-    return found if re.search(r": (?:fatal )?error: ", result.stderr) else found or []
+    return [finding for finding in _compiler_findings(result.stderr, author) if _TEMPLATE_ALLOWED not in finding.text]
 
 
 def _make_visible(ir: str) -> str:

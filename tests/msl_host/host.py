@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from tests.msl_host import build, launch
-from tests.msl_host.arrays import Input, from_bytes, mlx_dtype
+from tests.msl_host.arrays import Input, from_bytes, itemsize, mlx_dtype
 from tests.msl_host.errors import Finding
 from tests.msl_host.in_place import IN_PLACE
 from tests.msl_host.launch import Job, LaunchRecord
@@ -25,9 +25,9 @@ _BUILDER = build.Builder()
 class MslHost:
     """A `metal_kernel` factory: call it as `mx.fast.metal_kernel`, and its result as MLX's.
 
-    `seeds`: schedules to run each launch under, 0 for the fixed one; results must be the same bits in all. `in_place`: inputs that a kernel may write, by the kernel's name with or without its `_suffix`.
-    `cpu_seconds`: what a launch may take before it counts as endless. `count_lines`: also count 64-byte lines of loads,
-    which is slow.
+    `seeds`: schedules to run each launch under, 0 for the fixed one; results must be the same bits in all. `in_place`:
+    inputs that a kernel may write, by the kernel's name with or without its `_suffix`. `cpu_seconds`: what a launch may
+    take before it counts as endless. `count_lines`: also count 64-byte lines of loads, which is slow.
 
     Launches are done when the call returns; `records` has one entry for each, of the first schedule.
     """
@@ -206,7 +206,7 @@ class HostKernel:
 
 def _output_sizes(job: Job) -> list[int]:
     counts = [int(np.prod(shape, dtype=np.int64)) for shape in job.output_shapes]
-    return [count * launch.itemsize(dtype) for count, dtype in zip(counts, job.output_dtypes, strict=True)]
+    return [count * itemsize(dtype) for count, dtype in zip(counts, job.output_dtypes, strict=True)]
 
 
 def _launch_findings(job: Job, ensure_row_contiguous: bool) -> Iterator[Finding]:

@@ -49,8 +49,8 @@ class _Request(ctypes.Structure):
 class BufferCounters:
     """Traffic of one buffer in one launch, in bytes.
 
-    `load_requests`: load instructions executed by a simdgroup, all lanes together; `load_lines`: 64-byte lines that they
-    touched; `least_load_lines`: lines that their bytes would fill. These three stay 0 unless lines are counted.
+    `load_requests`: load instructions executed by a simdgroup, all lanes together; `load_lines`: 64-byte lines that
+    they touched; `least_load_lines`: lines that their bytes would fill. These three stay 0 unless lines are counted.
     """
 
     bytes_read: int
@@ -107,7 +107,10 @@ class Job:
 
 
 def run(job: Job, module: build.Module, seed: int, writes_back: bool) -> tuple[list[bytes], LaunchRecord]:
-    """Bytes of the outputs and of what was written in place, and the counters. `writes_back`: inputs declared in place get what the kernel wrote."""
+    """Bytes of the outputs and of what was written in place, and the counters.
+
+    `writes_back`: inputs declared in place get what the kernel wrote.
+    """
     if module.group_bytes > MAX_THREADGROUP_BYTES:
         text = f"{module.group_bytes} bytes of threadgroup memory; Metal has {MAX_THREADGROUP_BYTES}"
         raise job.error(Finding("threadgroup-memory", "", text))
@@ -149,11 +152,12 @@ class _Launch:
             self._add_input(parameter)
         else:
             value = self._job.inputs[parameter.index]
-            data = {
-                "shape": np.array(value.shape, np.int32),
-                "strides": np.array(value.strides, np.int64),
-                "ndim": np.array([value.ndim], np.int32),
+            numbers, kind = {
+                "shape": (value.shape, np.int32),
+                "strides": (value.strides, np.int64),
+                "ndim": ((value.ndim,), np.int32),
             }[parameter.role]
+            data = np.array(numbers, kind)
             self._copy(self._allocate(parameter.name, data.nbytes, False, True, 1), data)
 
     def _add_input(self, parameter: Parameter) -> None:

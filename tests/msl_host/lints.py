@@ -48,8 +48,8 @@ def _without_comments(text: str) -> str:
 def check_ast(dump: str, author: Author) -> Iterator[Finding]:
     """By clang's syntax tree: address spaces.
 
-    Metal wants an address space on every pointer and reference, and program-scope variables in `constant`. OpenCL C++ has
-    defaults instead.
+    Metal wants an address space on every pointer and reference, and program-scope variables in `constant`. OpenCL C++
+    has defaults instead.
     """
     at = 0
     for line in dump.splitlines():

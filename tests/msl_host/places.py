@@ -16,7 +16,7 @@ class Author:
     source: str
 
     def where(self, line: int) -> str:
-        """Such as "source line 7: `x = y[i];`" for a line as clang counts; empty for a line that is not the author's."""
+        """Such as "source line 7: `x = y[i];`" for a line as clang counts; empty if it is not the author's."""
         if line > SOURCE_LINE:
             part, text, number = "source", self.source, line - SOURCE_LINE
         elif line > HEADER_LINE:

@@ -100,8 +100,10 @@ _CASES = [
         if (i % 32 >= 20) return;
         o[i] = simd_sum(a[i]);""",
           np.stack([np.where(np.arange(32) < 20, lanes[:20].sum(), 0) for lanes in _LANES]).reshape(-1)),
-    Clean("simd prefix sums", _THREAD + "o[i] = simd_prefix_inclusive_sum(a[i]) - simd_prefix_exclusive_sum(a[i]);", _A),
-    Clean("simd prefix inclusive", _THREAD + "o[i] = simd_prefix_inclusive_sum(a[i]);", np.cumsum(_LANES, 1).reshape(-1)),
+    Clean("simd prefix sums", _THREAD + """
+        o[i] = simd_prefix_inclusive_sum(a[i]) - simd_prefix_exclusive_sum(a[i]);""", _A),
+    Clean("simd prefix inclusive", _THREAD + "o[i] = simd_prefix_inclusive_sum(a[i]);",
+          np.cumsum(_LANES, 1).reshape(-1)),
     Clean("simd_shuffle", _THREAD + "o[i] = simd_shuffle(a[i], ushort(31 - i % 32));", _LANES[:, ::-1].reshape(-1)),
     Clean("simd_shuffle_xor", _THREAD + "o[i] = simd_shuffle_xor(a[i], ushort(8));",
           _LANES[:, np.arange(32) ^ 8].reshape(-1)),

@@ -28,8 +28,10 @@ def _copy(host, value, dtype, *, source=_COPY, size=64, threads=32, template=(),
 
 @pytest.mark.parametrize(
     "dtype",
-    [mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64]
-    + [mx.float16, mx.bfloat16, mx.float32],
+    [
+        *(mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64),
+        *(mx.float16, mx.bfloat16, mx.float32),
+    ],
 )
 def test_every_dtype_goes_in_and_out(dtype):
     value = (mx.arange(64) % 2 if dtype == mx.bool_ else mx.arange(64)).astype(dtype)
@@ -60,8 +62,8 @@ def test_arrays_that_are_not_contiguous_are_copied_or_come_with_strides():
     assert mx.array_equal(_copy(MslHost(), value, mx.float32), value)
     strided = "uint i = thread_position_in_grid.x; o[i] = a[i * uint(a_strides[0])];"
     assert mx.array_equal(_copy(MslHost(), value, mx.float32, source=strided, ensure_row_contiguous=False), value)
+    past = "uint i = thread_position_in_grid.x; o[i] = a[i * uint(a_strides[0]) + 1];"
     with pytest.raises(KernelError, match="out-of-bounds"):
-        past = "uint i = thread_position_in_grid.x; o[i] = a[i * uint(a_strides[0]) + 1];"
         _copy(MslHost(), value, mx.float32, source=past, ensure_row_contiguous=False)
     broadcast = mx.broadcast_to(mx.array([3.0]), (64,))
     assert mx.array_equal(

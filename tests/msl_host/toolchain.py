@@ -1,4 +1,4 @@
-"""Finds what compiles kernels and the runtime: clang (or the `ziglang` wheel, which contains one) and the system's C++."""
+"""Finds what compiles kernels and the runtime: clang, or the one in the `ziglang` wheel, and the system's C++."""
 
 import hashlib
 import importlib.util
@@ -18,7 +18,7 @@ INCLUDE = _HERE / "include"
 _RUNTIME = _HERE / "runtime"
 _UNUSED_DAYS = 14
 
-# Errors of Metal that clang only warns of, or would not check: float -> bfloat without a cast, reads of unset variables.
+# What Metal refuses and clang only warns of: float -> bfloat without a cast. And reads of variables that nothing set.
 _STRICT = ["-Werror=implicit-float-conversion", "-Werror=return-type", "-Wuninitialized", "-Wsometimes-uninitialized"]
 _SANITIZERS = (
     "alignment,signed-integer-overflow,integer-divide-by-zero,bounds,float-cast-overflow,"
@@ -82,12 +82,22 @@ def find() -> Toolchain:
             raise NoToolchain(f"no {tool} on PATH: install g++ and binutils")
     clang = _find_clang()
     mlx = importlib.util.find_spec("mlx")
-    assert mlx is not None and mlx.submodule_search_locations is not None
+    if mlx is None or mlx.submodule_search_locations is None:
+        raise NoToolchain("mlx is not installed")
     mlx_include = Path(next(iter(mlx.submodule_search_locations))) / "include"
     front_end = [
         *("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-Xclang", "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64"),
         *("-target", "x86_64-linux-gnu", "-fPIC", "-mf16c", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
-        *("-O1", "-fno-vectorize", "-gline-tables-only", "-fno-color-diagnostics", "-Wno-unused", *_STRICT, *_KEEP),
+        *(
+            "-O1",
+            "-fno-vectorize",
+            "-gline-tables-only",
+            "-gdwarf-4",
+            "-fno-color-diagnostics",
+            "-Wno-unused",
+            *_STRICT,
+            *_KEEP,
+        ),
         *(*_SANITIZE, "-Xclang", "-disable-llvm-passes", "-Xclang", "-fno-pch-timestamp"),
         *("-isystem", str(INCLUDE), "-isystem", str(mlx_include)),
     ]

@@ -70,6 +70,14 @@ u64 random_below(u64 bound);
 [[noreturn]] void leave_launch();
 void check_deadline();
 
+Exchange& to_bring();  // where a lane puts what it brings to the next operation
+Exchange& meet(u32 operation, u32 place);
+
+// ---------------------------------------------------------------------- simd.cpp
+// Numbers of operations: reductions from 0, shuffles from 32.
+enum { kReduce = 0, kShuffle = 32, kBallot = 64, kMatrix = 65, kMultiply = 67, kSimdgroupBarrier = 68 };
+std::string operation_name(u32 operation);
+
 // -------------------------------------------------------------------- memory.cpp
 void start_memory(uintptr_t group_low, uintptr_t group_high, uintptr_t module_low, uintptr_t module_high, u32 granule,
                   bool count_lines, const u64* variables, u64 num_variables);
