@@ -1,6 +1,7 @@
 """One launch of a compiled kernel: buffers in, checks, buffers out, counters."""
 
 import ctypes
+import re
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -230,20 +231,20 @@ class _Launch:
             return Finding(kind, "", "")
         author = self._job.author
         where = author.of_pc(self._module.path, int(pc)) if int(pc) else ""
-        return Finding(kind, where, self._with_variables(author.with_places(text)))
+        return Finding(kind, where, author.with_places(self._in_words(text)))
 
-    def _with_variables(self, text: str) -> str:
-        """The runtime's "@T12@", an offset into threadgroup memory, as a variable and the offset in it."""
-        while "@T" in text:
-            head, offset, tail = text.split("@", 2)
-            at = int(offset[1:])
-            before = [(at - low, size, name) for low, size, name in self._module.variables if low <= at]
-            if before:
-                distance, size, name = min(before)
-                text = f"{head}byte {distance} of threadgroup variable '{name}' ({size} bytes){tail}"
-            else:
-                text = f"{head}memory before all threadgroup variables{tail}"
-        return text
+    def _in_words(self, text: str) -> str:
+        """The runtime's "@P12@", an offset in the kernel's code, and "@T12@", one into threadgroup memory."""
+        author, module = self._job.author, self._module
+        text = re.sub(r"@P(\d+)@", lambda m: author.of_pc(module.path, int(m[1])) or "a place in the preamble", text)
+        return re.sub(r"@T(\d+)@", lambda m: self._variable_text(int(m[1])), text)
+
+    def _variable_text(self, at: int) -> str:
+        before = [(at - low, size, name) for low, size, name in self._module.variables if low <= at]
+        if not before:
+            return "memory before all threadgroup variables"
+        distance, size, name = min(before)
+        return f"byte {distance} of threadgroup variable '{name}' ({size} bytes)"
 
     def check_written(self) -> None:
         """Every byte of every output, unless `init_value` gave it one."""

@@ -50,6 +50,15 @@ def test_half_precision_rounds_as_mlx_does(dtype):
     assert mx.array_equal(out.view(mx.uint16), values.astype(dtype).view(mx.uint16))
 
 
+@pytest.mark.parametrize(("dtype", "eps"), [(mx.float16, 2**-10), (mx.bfloat16, 2**-7)])
+def test_each_operation_in_half_precision_rounds(dtype, eps):
+    """(1 + eps)^2 is 1 + 2 eps there: nothing is kept in float in between."""
+    source = "uint i = thread_position_in_grid.x; o[i] = float(a[i] * a[i] - (T(1.0f) + T(2.0f) * (a[i] - T(1.0f))));"
+    value = mx.full((32,), 1 + eps, dtype)
+    out = _copy(MslHost(), value, mx.float32, source=source, size=32, template=[("T", dtype)])
+    assert mx.array_equal(out, mx.zeros(32))
+
+
 def test_numpy_arrays_give_numpy_arrays():
     value = np.arange(64, dtype=np.int16)
     out = _copy(MslHost(), value, np.int16)

@@ -26,6 +26,8 @@ _SANITIZERS = (
 )
 # As if each could be recovered from: calls that do not return would be merged, and their lines lost.
 _SANITIZE = [f"-fsanitize={_SANITIZERS}", f"-fsanitize-recover={_SANITIZERS}", "-fsanitize-minimal-runtime"]
+# Each operation on half and bfloat rounds.
+_ROUND = ["-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"]
 # A loop without end must stay one, a large frame must meet the guard page, and a call must tell its line.
 _KEEP = ["-fno-finite-loops", "-fstack-clash-protection", "-fno-optimize-sibling-calls"]
 
@@ -97,6 +99,7 @@ def find() -> Toolchain:
             "-Wno-unused",
             *_STRICT,
             *_KEEP,
+            *_ROUND,
         ),
         *(*_SANITIZE, "-Xclang", "-disable-llvm-passes", "-Xclang", "-fno-pch-timestamp"),
         *("-isystem", str(INCLUDE), "-isystem", str(mlx_include)),

@@ -151,7 +151,7 @@ CONTROL = [
         uint x = i;
         while (x < 100u) { x = x * 3u % 64u; }
         o[i] = a[x % 64u];""",
-        says="thread (0,0,0)",
+        line=3,
     ),
     Defect(
         "spinning on a flag",

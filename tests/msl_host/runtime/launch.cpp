@@ -41,10 +41,17 @@ void report(const char* kind, uintptr_t pc, const std::string& text, bool fatal)
   leave_launch();
 }
 
+static std::string overtime_text() {
+  std::string text = thread_text(*current) + " still runs when the launch's CPU time is spent";
+  if (last_access_pc) text += "; last access to memory at @P" + std::to_string(last_access_pc - module_low_) + "@";
+  if (last_place) text += "; last barrier or simd operation" + place_text(last_place);
+  return text;
+}
+
 void check_deadline() {
   if (is_expired) {
     is_expired = 0;
-    report("endless-loop", 0, thread_text(*current) + " still runs when the launch's CPU time is spent", true);
+    report("endless-loop", 0, overtime_text(), true);
   }
 }
 
@@ -70,7 +77,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
     // In the kernel's own code it is safe to leave at once; elsewhere the next check does, or the next signal.
     is_expired = 1;
     if (!is_kernel_code(pc)) return set_timer(0.05);
-    report("endless-loop", pc, thread_text(*current) + " still runs when the launch's CPU time is spent", true);
+    report("endless-loop", pc, overtime_text(), true);
   }
   const uintptr_t address = uintptr_t(info->si_addr);
   if (signal == SIGSEGV && address - current->stack < 4096)
@@ -123,6 +130,8 @@ API int msl_launch(const LaunchRequest* request) {
   num_errors = 0;
   is_over = false;
   is_expired = 0;
+  last_access_pc = 0;
+  last_place = 0;
   module_low_ = request->module_low;
   launch_arguments = request->arguments;
   launch_num_arguments = u32(request->num_arguments);

@@ -223,6 +223,7 @@ void report_outside(uintptr_t address, u32 size, bool is_write, uintptr_t pc, co
 
 void access(uintptr_t address, u32 size, bool is_write, uintptr_t pc, bool is_atomic = false) {
   check_deadline();
+  last_access_pc = pc;
   const uintptr_t offset = address - reservation;
   if (offset < kReservation) {
     const u16 number = buffer_of_page[offset / kPage];
@@ -261,6 +262,8 @@ void free_buffers() {
   buffers.clear();
 }
 }  // namespace
+
+uintptr_t last_access_pc;
 
 bool is_kernel_code(uintptr_t pc) { return pc - module_low_ < module_high_ - module_low_; }
 

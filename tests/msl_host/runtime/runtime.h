@@ -59,6 +59,7 @@ extern Fiber fibers[kMaxThreads];
 extern Simdgroup simdgroups[kMaxThreads / kLanes];
 extern Fiber* current;
 extern Counters counters;
+extern u32 last_place;      // of a barrier or simd operation in this launch
 extern u32 group_index;     // number of the running threadgroup, from 1
 extern u32 group_epoch[3];  // threadgroup barriers passed, by memory flag
 std::string place_text(u32 place);
@@ -84,6 +85,7 @@ void start_memory(uintptr_t group_low, uintptr_t group_high, uintptr_t module_lo
 void start_group_memory();
 void end_group_memory();
 void mark_atomic(uintptr_t address, bool reads, bool writes, uintptr_t pc);
+extern uintptr_t last_access_pc;
 bool is_kernel_code(uintptr_t pc);
 
 // -------------------------------------------------------------------- launch.cpp

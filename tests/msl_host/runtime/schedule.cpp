@@ -11,6 +11,7 @@ Fiber fibers[kMaxThreads];
 Simdgroup simdgroups[kMaxThreads / kLanes];
 Fiber* current;
 Counters counters;
+u32 last_place;
 u32 group_index, group_epoch[3];
 
 namespace {
@@ -188,6 +189,7 @@ Exchange& meet(u32 operation, u32 place) {
   Simdgroup& s = simdgroups[current->simdgroup];
   Exchange& exchange = s.exchange[s.turn & 1];
   const u32 bit = 1u << current->lane;
+  last_place = place;
   if (!s.arrived) {
     s.operation = operation;
     s.place = place;
@@ -293,6 +295,7 @@ void run_threadgroup(const u32 position[3], const u32 threads[3], const u32 laun
 
 // ------------------------------------------------------------------ called by kernels
 API void __msl_threadgroup_barrier(u32 flags, u32 place) {
+  last_place = place;
   current->place = place;
   current->flags = flags;
   simdgroups[current->simdgroup].at_barrier |= 1u << current->lane;
