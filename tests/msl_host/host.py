@@ -56,8 +56,11 @@ class MslHost:
         header: str = "",
         ensure_row_contiguous: bool = True,
         atomic_outputs: bool = False,
+        compile_options: Mapping[str, str] | None = None,
     ) -> "HostKernel":
         """The kernel, not compiled yet: types come with the call."""
+        if compile_options not in (None, {}, {"math_mode": "safe"}):
+            raise ValueError(f"compile_options {compile_options}: the harness computes in math mode safe only")
         if not output_names:
             raise ValueError("[metal_kernel] Must specify at least one output.")
         return HostKernel(

@@ -161,6 +161,8 @@ def test_wrong_number_of_arrays_is_refused_as_by_mlx():
         kernel(**_call([mx.zeros(64), mx.zeros(64)], [_F32]))
     with pytest.raises(ValueError, match="Must specify at least one output"):
         MslHost()(**_kernel(_COPY, ["a"], []))
+    with pytest.raises(ValueError, match="math mode safe only"):
+        MslHost()(**_kernel(_COPY, ["a"], ["o"]), compile_options={"math_mode": "fast"})
 
 
 def test_bfloat_outputs_can_be_asked_for_by_mlx_s_dtype_only():

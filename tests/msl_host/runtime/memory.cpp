@@ -61,7 +61,7 @@ u32 group_granule;
 std::vector<Cell> group_cells;
 std::vector<Accesses> group_atomics;
 std::vector<u32> group_written;  // threadgroup that last wrote the granule
-std::vector<bool> group_is_variable;  // per byte: not in a gap between variables
+std::vector<u8> group_is_variable;  // per byte: not in a gap between variables
 bool group_has_atomics;
 
 bool count_lines_;
@@ -97,31 +97,36 @@ struct Place {
   }
 };
 
-void check_order(Cell& cell, Accesses* atomics, bool is_write, bool is_atomic, u32 flag, const Place& place) {
-  const bool is_device = place.buffer != nullptr;
-  std::string other, earlier = "writes";
-  if (!happens_before(cell.write, flag, is_device)) {
-    other = other_text(cell.write);
-    earlier = "wrote";
-  } else if (is_write) {
-    other = conflict_in(cell.reads, flag, is_device);
-    earlier = "read";
+__attribute__((noinline)) void report_race(const Cell& cell, const Accesses* atomics, bool is_write, const Now& now,
+                                           const Place& place) {
+  std::string other, did;
+  if (!happens_before(cell.write, now)) {
+    other = access_text(cell.write);
+    did = "wrote";
+  } else if (is_write && !all_happen_before(cell.reads, now)) {
+    other = culprit_text(cell.reads, now);
+    did = "read";
+  } else {
+    other = culprit_text(*atomics, now);
+    did = "updated atomically";
   }
-  if (other.empty() && atomics && !is_atomic) {
-    other = conflict_in(*atomics, flag, is_device);
-    earlier = "updated (atomically)";
-  }
-  if (!other.empty())
-    report(is_device ? "race-device" : "race-threadgroup", place.pc,
-           thread_text(*current) + (is_write ? " writes " : " reads ") + place.text() + ", which " + other + " " +
-               earlier + " with no barrier for this memory in between",
-           false);
+  report(now.is_device ? "race-device" : "race-threadgroup", place.pc,
+         thread_text(*current) + (is_write ? " writes " : " reads ") + place.text() + ", which " + other + " " + did +
+             " with no barrier for this memory in between",
+         false);
+}
+
+inline void check_order(Cell& cell, Accesses* atomics, bool is_write, bool is_atomic, const Now& now,
+                        const Place& place) {
+  if (!happens_before(cell.write, now) || (is_write && !all_happen_before(cell.reads, now)) ||
+      (atomics && !is_atomic && !all_happen_before(*atomics, now)))
+    report_race(cell, atomics, is_write, now, place);
   if (is_atomic && atomics)
-    remember(*atomics, access_now(flag));
+    remember(*atomics, now.access);
   else if (is_write)
-    cell.write = access_now(flag);
+    cell.write = now.access;
   else
-    remember(cell.reads, access_now(flag));
+    remember(cell.reads, now.access);
 }
 
 void count_load(uintptr_t address, u32 size, uintptr_t pc, u32 buffer) {
@@ -172,8 +177,9 @@ void access_buffer(Buffer& b, uintptr_t address, u32 size, bool is_write, bool i
   }
   if (!b.cells) return;
   if (at % b.granule || size % b.granule) report_granule(pc);
+  const Now now = now_in(true);
   for (size_t i = at / b.granule; i * b.granule < at + size; i++)
-    check_order(b.cells[i], b.atomics ? &b.atomics[i] : nullptr, is_write, is_atomic, kMemDevice,
+    check_order(b.cells[i], b.atomics ? &b.atomics[i] : nullptr, is_write, is_atomic, now,
                 {&b, b.address + i * b.granule, pc});
 }
 
@@ -186,6 +192,7 @@ void access_group(uintptr_t address, u32 size, bool is_write, bool is_atomic, ui
            true);
   (is_write ? counters.threadgroup_bytes_written : counters.threadgroup_bytes_read) += size;
   if (at % group_granule || size % group_granule) report_granule(pc);
+  const Now now = now_in(false);
   bool is_reported = false;
   for (size_t i = at / group_granule; i * group_granule < at + size; i++) {
     const uintptr_t place = group_address + i * group_granule;
@@ -197,7 +204,7 @@ void access_group(uintptr_t address, u32 size, bool is_write, bool is_atomic, ui
              thread_text(*current) + " reads " + group_variable_text(place) + ", which no thread of its group has written",
              false);
     }
-    check_order(group_cells[i], group_has_atomics ? &group_atomics[i] : nullptr, is_write, is_atomic, kMemThreadgroup,
+    check_order(group_cells[i], group_has_atomics ? &group_atomics[i] : nullptr, is_write, is_atomic, now,
                 {nullptr, place, pc});
   }
 }

@@ -16,15 +16,32 @@ struct Accesses {
   bool several_lanes;  // of last's simdgroup, in last's epoch
 };
 constexpr u32 kSeveral = ~0u;
-inline bool happens_before(const Access& a, u32 flag, bool is_device) {
-  if (!a.group) return true;
-  if (a.group != group_index) return !is_device;  // other threadgroups have their own threadgroup memory
-  if (a.thread == current->thread || a.epoch != group_epoch[flag]) return true;
-  return a.thread / kLanes == current->simdgroup && a.simd_epoch != u16(simdgroups[current->simdgroup].epoch[flag]);
+
+// The access that is being checked.
+struct Now {
+  Access access;
+  bool is_device;
+};
+inline Now now_in(bool is_device) {
+  const u32 flag = is_device ? kMemDevice : kMemThreadgroup;
+  return {{group_index, group_epoch[flag], u16(simdgroups[current->simdgroup].epoch[flag]), u16(current->thread)},
+          is_device};
 }
 
-inline Access access_now(u32 flag) {
-  return {group_index, group_epoch[flag], u16(simdgroups[current->simdgroup].epoch[flag]), u16(current->thread)};
+inline bool happens_before(const Access& a, const Now& now) {
+  if (!a.group) return true;
+  if (a.group != now.access.group) return !now.is_device;  // other threadgroups have their own threadgroup memory
+  if (a.thread == now.access.thread || a.epoch != now.access.epoch) return true;
+  return a.thread / kLanes == now.access.thread / kLanes && a.simd_epoch != now.access.simd_epoch;
+}
+
+// All of the set happen before.
+inline bool all_happen_before(const Accesses& set, const Now& now) {
+  if (!happens_before(set.last, now) || !happens_before(set.other, now)) return false;
+  if (set.several_lanes && set.last.group == now.access.group && set.last.epoch == now.access.epoch &&
+      set.last.simd_epoch == now.access.simd_epoch && set.last.thread / kLanes == now.access.thread / kLanes)
+    return false;
+  return !now.is_device || !set.earlier_group || set.earlier_group == now.access.group;
 }
 
 inline void remember(Accesses& set, const Access& now) {
@@ -44,19 +61,15 @@ inline void remember(Accesses& set, const Access& now) {
   last = now;
 }
 
-inline std::string other_text(const Access& a) {
+inline std::string access_text(const Access& a) {
   if (a.group != group_index) return "threadgroup number " + std::to_string(a.group - 1);
-  return "thread " + std::to_string(a.thread) + " of this threadgroup (simdgroup " +
-         std::to_string(a.thread / kLanes) + ")";
+  return "thread " + std::to_string(a.thread) + " of this threadgroup (simdgroup " + std::to_string(a.thread / kLanes) +
+         ")";
 }
-// The access of the set that is not ordered before one of the current thread, as text; empty if all are.
-inline std::string conflict_in(const Accesses& set, u32 flag, bool is_device) {
+// Who made the access of the set that does not happen before.
+inline std::string culprit_text(const Accesses& set, const Now& now) {
   for (const Access* a : {&set.last, &set.other})
-    if (!happens_before(*a, flag, is_device)) return other_text(*a);
-  const Access now = access_now(flag);
-  if (set.several_lanes && set.last.group == now.group && set.last.epoch == now.epoch &&
-      set.last.simd_epoch == now.simd_epoch && set.last.thread / kLanes == current->simdgroup)
-    return "another lane of its simdgroup";
-  if (is_device && set.earlier_group && set.earlier_group != group_index) return "another threadgroup";
-  return "";
+    if (!happens_before(*a, now)) return access_text(*a);
+  return set.last.group == now.access.group && set.several_lanes ? "another lane of its simdgroup"
+                                                                 : "another threadgroup";
 }

@@ -154,13 +154,17 @@ API float2 __msl_multiply(float2 a, float2 b, float2 c, u32 place) {
   if (!exchange.is_done) {
     exchange.is_done = true;
     counters.matrix_multiplies++;
+    float left[64], right[64];
+    for (u32 at = 0; at < 64; at++) {
+      const u32 lane = lane_of(at / 8, at % 8);
+      left[at] = exchange.left[lane][at & 1];
+      right[at] = exchange.right[lane][at & 1];
+      exchange.product[at] = exchange.sum[lane][at & 1];
+    }
     for (u32 row = 0; row < 8; row++)
-      for (u32 column = 0; column < 8; column++) {
-        float sum = exchange.sum[lane_of(row, column)][column & 1];
-        for (u32 k = 0; k < 8; k++)
-          sum += exchange.left[lane_of(row, k)][k & 1] * exchange.right[lane_of(k, column)][column & 1];
-        exchange.product[row * 8 + column] = sum;
-      }
+      for (u32 k = 0; k < 8; k++)
+        for (u32 column = 0; column < 8; column++)
+          exchange.product[row * 8 + column] += left[row * 8 + k] * right[k * 8 + column];
   }
   const u32 lane = current->lane, row = (lane / 4 & 4) + lane / 2 % 4, column = (lane / 4 & 2) * 2 + lane % 2 * 2;
   return float2{exchange.product[row * 8 + column], exchange.product[row * 8 + column + 1]};
