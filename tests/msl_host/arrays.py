@@ -91,6 +91,10 @@ class Input:
     def ndim(self) -> int:
         return len(self.shape)
 
+    def shares_memory(self, other: "Input") -> bool:
+        """Whether their ranges of addresses overlap."""
+        return self.pool is None and other.pool is None and bool(np.may_share_memory(self.bits, other.bits))
+
     @property
     def bits_type(self) -> np.dtype:
         """NumPy's type of the same bits."""

@@ -82,7 +82,7 @@ def _compile(key: str, signature: Signature, author: Author) -> Path:
             *_template_findings(work, signature, author),
         ]
         if findings:
-            raise KernelError(signature.kernel_name, list(dict.fromkeys(findings)))
+            raise KernelError(signature.title, list(dict.fromkeys(findings)))
         (work / "kernel.ll").write_text(_make_visible(ir))
         own = toolchain.find()
         _must([*own.clang, *_BACK_END, str(work / "kernel.ll"), "-o", str(work / "kernel.o")])
@@ -102,7 +102,7 @@ def _front_end(work: Path, signature: Signature, author: Author) -> tuple[str, s
     (work / "kernel.metal").write_text(signature.host_text)
     result = _clang("-S", "-emit-llvm", str(work / "kernel.metal"), "-o", str(work / "kernel.ll"))
     if result.returncode:
-        raise KernelError(signature.kernel_name, _compiler_findings(result.stderr, author))
+        raise KernelError(signature.title, _compiler_findings(result.stderr, author))
     return (work / "kernel.ll").read_text(), result.stderr
 
 

@@ -15,7 +15,7 @@ from tests.msl_host.errors import Finding
 from tests.msl_host.in_place import IN_PLACE
 from tests.msl_host.launch import Job, LaunchRecord
 from tests.msl_host.places import Author
-from tests.msl_host.signature import write_signature
+from tests.msl_host.signature import MAX_CONSTANT_ELEMENTS, write_signature
 
 FIXED_SCHEDULE = 0
 _MAX_THREADS = 1024
@@ -79,10 +79,8 @@ class MslHost:
                 future.exception()
 
     def _written_inputs(self, name: str) -> Sequence[str]:
-        for known, inputs in self._in_place.items():
-            if name == known or name.startswith(known + "_"):
-                return inputs
-        return ()
+        known = [key for key in self._in_place if name == key or name.startswith(key + "_")]
+        return self._in_place[max(known, key=len)] if known else ()
 
     def _run(self, job: Job, dtypes: Sequence[Any]) -> list[Any]:
         path = _BUILDER.submit(job.signature, job.author)
@@ -237,15 +235,24 @@ def _launch_findings(job: Job, ensure_row_contiguous: bool) -> Iterator[Finding]
         yield finding(
             "MLX writes a broken signature for several outputs and shapes without any thread attribute: use one"
         )
+    yield from map(finding, _in_place_faults(job, ensure_row_contiguous))
+
+
+def _in_place_faults(job: Job, ensure_row_contiguous: bool) -> Iterator[str]:
+    """What is wrong with the inputs that the kernel writes."""
+    unknown = set(job.in_place) - {value.name for value in job.inputs}
+    if unknown:
+        yield f"in_place.py lists inputs that the kernel does not have: {', '.join(sorted(unknown))}"
     for value in job.inputs:
-        if value.name in job.in_place and ensure_row_contiguous:
-            yield finding(
-                f"input '{value.name}' is written in place: ensure_row_contiguous must be False, or a copy is"
-            )
-        if value.name in job.in_place and value.size < 8:
-            yield finding(
-                f"input '{value.name}' is written in place but below 8 elements, so in address space constant"
-            )
+        if value.name not in job.in_place:
+            continue
+        if ensure_row_contiguous:
+            yield f"input '{value.name}' is written in place: ensure_row_contiguous must be False, or a copy is"
+        if value.size < MAX_CONSTANT_ELEMENTS:
+            yield f"input '{value.name}' is written in place but below 8 elements, so in address space constant"
+        for other in job.inputs:
+            if other is not value and value.shares_memory(other):
+                yield f"input '{value.name}' is written in place and shares memory with '{other.name}'"
 
 
 def engine_on_host(monkeypatch: Any, host: MslHost) -> None:

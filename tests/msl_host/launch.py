@@ -103,8 +103,7 @@ class Job:
 
     def error(self, *findings: Finding) -> KernelError:
         """The findings as an error that names the kernel."""
-        shown = f"{self.name}<{self.signature.template}>" if self.signature.template else self.name
-        return KernelError(shown, list(findings))
+        return KernelError(self.signature.title, list(findings))
 
 
 def run(job: Job, module: build.Module, seed: int, writes_back: bool) -> tuple[list[bytes], LaunchRecord]:

@@ -35,7 +35,8 @@ _ATTRIBUTES = [
     ("threads_per_simdgroup", "uint", 25),
     ("threads_per_threadgroup", "uint3", 9),
 ]
-_MAX_CONSTANT_ELEMENTS = 8
+# An input below this many elements sits in `constant`.
+MAX_CONSTANT_ELEMENTS = 8
 # Lines of `header` and `source` in what clang reads: the number alone tells which of them it is.
 HEADER_LINE, SOURCE_LINE = 1_000_000, 2_000_000
 
@@ -56,9 +57,10 @@ class Parameter:
 class Signature:
     """A kernel with its types bound.
 
-    `mlx_text` is what MLX would compile, `host_text` what clang does; `parameters` in the order of the buffers.
+    `title` names it for people, `kernel_name` is MLX's. `mlx_text` is what MLX would compile, `host_text` what clang does; `parameters` in the order of the buffers.
     """
 
+    title: str
     kernel_name: str
     mlx_text: str
     host_text: str
@@ -93,11 +95,12 @@ def write_signature(
     mlx_text = _mlx_text(kernel_name, header, source, bound, values, parameters, attributes)
     host_text = _host_text(header, source, bound, parameters, attributes)
     shown = ", ".join(f"{argument}={value}" for argument, _, value in bound)
-    return Signature(kernel_name, mlx_text, host_text, parameters, shown)
+    title = f"{name}<{shown}>" if shown else name
+    return Signature(title, kernel_name, mlx_text, host_text, parameters, shown)
 
 
 def _is_small(value: Input) -> bool:
-    return value.size < _MAX_CONSTANT_ELEMENTS
+    return value.size < MAX_CONSTANT_ELEMENTS
 
 
 def _parameters(

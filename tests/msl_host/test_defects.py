@@ -31,7 +31,7 @@ def test_defect_is_found(defect: Defect):
         defect.run()
     found = [finding for finding in caught.value.findings if finding.kind == defect.kind]
     assert found, str(caught.value)
-    assert "'defect" in str(caught.value) or "_defect" in str(caught.value)
+    assert str(caught.value).startswith(("kernel 'defect'", "kernel 'defect<"))
     if defect.line is not None:
         assert any(f.where.startswith(f"{defect.part} line {defect.line}:") for f in found), str(caught.value)
     assert any(defect.says in str(finding) for finding in found), str(caught.value)

@@ -131,11 +131,11 @@ def test_text_of_the_worker_s_kernels_is_the_one_that_mlx_compiles():
     from worker.metal.write_kv import WriteKV
 
     recorder = _Recorder()
-    pool = mx.zeros((8, 16, 64), mx.float16)
+    pool, other = mx.zeros((8, 16, 64), mx.float16), mx.zeros((8, 16, 64), mx.float16)
     rows = mx.zeros((2, 2, 64), mx.float16)
-    WriteKV(recorder)(rows, rows, mx.array([1, -1], mx.int32), pool, pool)
+    WriteKV(recorder)(rows, rows, mx.array([1, -1], mx.int32), pool, other)
     (group,) = Batch([Span([0], 20, [1, 2], True)], block_size=16, decodes_together=True).decode_groups
-    PagedDecode(recorder)(mx.zeros((1, 4, 1, 64), mx.float16), pool, pool, group, 2, 1.0)
+    PagedDecode(recorder)(mx.zeros((1, 4, 1, 64), mx.float16), pool, other, group, 2, 1.0)
     assert len(recorder.calls) == 3
     for kernel, call in recorder.calls:
         assert MslHost()(**kernel).mlx_text(**call).strip() == _mlx_text(kernel, call).strip()

@@ -12,6 +12,11 @@ def _many() -> dict[str, Any]:
     return {f"a{index}": np.zeros(8, np.float32) for index in range(32)}
 
 
+def _twice() -> dict[str, Any]:
+    pool = np.zeros(64, np.float32)
+    return {"k": pool, "v": pool[32:]}
+
+
 LEGALITY = [
     Defect(
         "pointer without address space",
@@ -312,5 +317,14 @@ LEGALITY = [
         in_place=("a",),
         inputs=lambda: {"a": np.ones(7, np.float32)},
     ),
+    Defect(
+        "one pool given as K and V",
+        "launch",
+        THREAD + "o[i] = 0.0f;",
+        in_place=("k",),
+        inputs=_twice,
+        says="shares memory with 'v'",
+    ),
+    Defect("in-place input misspelt", "launch", THREAD + "o[i] = 0.0f;", in_place=("b",), says="does not have: b"),
     Defect("several outputs, a shape, no attribute", "launch", "o[0] = a[a_shape[0] - 1]; p[0] = 0.0f;", outputs=PAIR),
 ]
