@@ -57,7 +57,8 @@ class Parameter:
 class Signature:
     """A kernel with its types bound.
 
-    `title` names it for people, `kernel_name` is MLX's. `mlx_text` is what MLX would compile, `host_text` what clang does; `parameters` in the order of the buffers.
+    `title` names it for people, `kernel_name` is MLX's. `mlx_text` is what MLX would compile, `host_text` what
+    clang does; `parameters` in the order of the buffers.
     """
 
     title: str
