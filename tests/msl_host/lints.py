@@ -9,8 +9,8 @@ from tests.msl_host.signature import HEADER_LINE, SOURCE_LINE
 
 _TOKENS = [
     (r"\bgoto\b", "Metal has no goto"),
-    (r"\bstatic\s+(?!constant\b|constexpr\s+constant\b|inline\b|_assert)\w+[^;({]*[;=]", "no static variables"),
-    (r"(?<![\w\])])\s*\[\s*[&=]?\s*\]\s*\(", "lambdas need Metal 3.2: write a function"),
+    (r"\bstatic\s+(?!.*\bconstant\b|inline\b)\w+[^;({]*[;=]", "no static variables but in constant"),
+    (r"(?:[=(,]|\breturn)\s*\[[^\[\]]*\]\s*\(", "lambdas need Metal 3.2: write a function"),
     (r"\bdouble\b", "Metal has no double"),
     (r"\basm\b", "no assembly"),
     (r"\bstd::", "Metal's library is in namespace metal"),

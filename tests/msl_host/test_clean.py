@@ -203,7 +203,13 @@ _CASES = [
         float twice;
         result(sum, twice);
         o[i] = twice * weights[1];""", np.full(64, 2 * _A.sum() * 0.5, np.float32), header="""
+        #include <metal_stdlib>
+        #include <metal_simdgroup_matrix>
+        using namespace metal;
         constant float weights[2] = {1.0f, 0.5f};
+        static constexpr constant int kSteps = 2;
+        struct Limit { static constexpr int constant value = kSteps; };
+        static_assert(Limit::value == 2, "a constant of a struct");
         template <int STEP>
         inline void stage(const device float* from, threadgroup float* to, uint i) {
           if (i < STEP) { to[i] = from[i]; to[i + STEP] = from[i + STEP]; }

@@ -91,6 +91,15 @@ LEGALITY = [
         line=2,
     ),
     Defect(
+        "lambda that captures",
+        "legality",
+        THREAD
+        + """
+        auto plus = [=](float x) { return x + a[i]; };
+        o[i] = plus(1.0f);""",
+        line=2,
+    ),
+    Defect(
         "static variable",
         "legality",
         THREAD
