@@ -236,7 +236,24 @@ class _Launch:
         """The runtime's "@P12@", an offset in the kernel's code, and "@T12@", one into threadgroup memory."""
         author, module = self._job.author, self._module
         text = re.sub(r"@P(\d+)@", lambda m: author.of_pc(module.path, int(m[1])) or "a place in the preamble", text)
-        return re.sub(r"@T(\d+)@", lambda m: self._variable_text(int(m[1])), text)
+        text = re.sub(r"@T(\d+)@", lambda m: self._variable_text(int(m[1])), text)
+        return re.sub(
+            r"byte (-?\d+) of (?:buffer|input) '(\w+)'", lambda m: m[0] + self._element(m[2], int(m[1])), text
+        )
+
+    def _element(self, name: str, at: int) -> str:
+        """Index of the element at a byte of a buffer, such as " (element [3, 0, 17])"."""
+        parameter = next(p for p in self._job.signature.parameters if p.name == name)
+        if parameter.role == "output":
+            shape, dtype = self._job.output_shapes[parameter.index], self._job.output_dtypes[parameter.index]
+        elif parameter.role == "input" and self._job.inputs[parameter.index].is_contiguous:
+            shape, dtype = self._job.inputs[parameter.index].shape, self._job.inputs[parameter.index].dtype
+        else:
+            return ""
+        element = at // itemsize(dtype)
+        if not 0 <= element < int(np.prod(shape, dtype=np.int64)):
+            return f" (element {element})"
+        return f" (element {[int(index) for index in np.unravel_index(element, shape)]})"
 
     def _variable_text(self, at: int) -> str:
         before = [(at - low, size, name) for low, size, name in self._module.variables if low <= at]
@@ -255,7 +272,9 @@ class _Launch:
             size = self._output_bytes(parameter)
             written = self._counters(number).unique_bytes_written
             if written != size:
-                text = f"{size - written} of {size} bytes of output '{parameter.name}' were never written"
+                first = int(self._runtime.msl_first_unwritten(number))
+                text = f"{size - written} of {size} bytes of output '{parameter.name}' were never written, the first"
+                text += f" is byte {first}{self._element(parameter.name, first)}"
                 raise self._job.error(Finding("unwritten-output", "", text))
 
     def _output_bytes(self, parameter: Parameter) -> int:
@@ -321,6 +340,7 @@ def _typed_runtime() -> Any:
         library.msl_add_buffer.argtypes = [ctypes.c_char_p, u64, number, number, u32, u64]
         library.msl_mark_filled.argtypes = [u32, u64, u64]
         library.msl_buffer_counters.argtypes = [u32, ctypes.c_void_p]
+        library.msl_first_unwritten.restype = u64
         library.msl_written_rows.restype = u64
         library.msl_written_rows.argtypes = [u32, ctypes.c_void_p, u64]
         library.msl_errors.restype = ctypes.c_char_p

@@ -30,7 +30,7 @@ MEMORY = [
         + """
         o[i] = a[i + 1];""",
         line=2,
-        says="byte 256 of buffer 'a', which has 256",
+        says="byte 256 of buffer 'a' (element 64), which has 256",
     ),
     Defect(
         "read before the beginning",
@@ -39,7 +39,7 @@ MEMORY = [
         + """
         o[i] = a[int(i) - 1];""",
         line=2,
-        says="byte -4 of buffer 'a'",
+        says="byte -4 of buffer 'a' (element -1)",
     ),
     Defect(
         "write past the end",
@@ -199,7 +199,7 @@ MEMORY = [
         THREAD
         + """
         if (i < 60) o[i] = a[i];""",
-        says="16 of 256 bytes of output 'o'",
+        says="16 of 256 bytes of output 'o' were never written, the first is byte 240 (element [60])",
     ),
     Defect(
         "second output forgotten",

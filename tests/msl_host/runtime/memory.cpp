@@ -376,6 +376,11 @@ API void msl_buffer_counters(u32 buffer, u64 out[7]) {
   memcpy(out, values, sizeof values);
 }
 
+API u64 msl_first_unwritten(u32 buffer) {
+  const Buffer& b = buffers[buffer];
+  return u64(std::find(b.written, b.written + b.size, 0) - b.written);
+}
+
 API u64 msl_written_rows(u32 buffer, u64* out, u64 room) {
   u64 count = 0;
   for (u64 row : buffers[buffer].written_rows)
