@@ -1,5 +1,6 @@
 """Finds what compiles kernels and the runtime: clang, or the one in the `ziglang` wheel, and the system's C++."""
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -132,6 +133,7 @@ def _preamble(clang: tuple[str, ...], front_end: list[str], key: str) -> Path:
         if result.returncode:
             raise RuntimeError(f"the harness's own preamble does not compile:\n{result.stderr}")
         partial.replace(target)
+    os.utime(target)
     return target
 
 
@@ -151,12 +153,14 @@ def runtime_library() -> Path:
         if result.returncode:
             raise RuntimeError(f"the harness's own runtime does not compile:\n{result.stderr}")
         partial.replace(target)
+    os.utime(target)
     return target
 
 
 def _drop_unused() -> None:
     """Removes what no run has used for two weeks: each use touches its file."""
     oldest = time.time() - _UNUSED_DAYS * 86400
-    for path in cache_folder().iterdir():
-        if path.stat().st_mtime < oldest:
-            path.unlink(missing_ok=True)
+    for path in cache_folder().glob("*.*"):
+        with contextlib.suppress(FileNotFoundError):  # another run drops it too
+            if path.is_file() and path.stat().st_mtime < oldest:
+                path.unlink()

@@ -241,10 +241,7 @@ void access(uintptr_t address, u32 size, bool is_write, uintptr_t pc, bool is_at
   }
   if (address - group_address < group_size) return access_group(address, size, is_write, is_atomic, pc);
   if (address - current->stack < 64 * 1024) return;
-  if (address - module_low_ < module_high_ - module_low_) {
-    if (is_write) report("program-scope-write", pc, thread_text(*current) + " writes a program-scope variable", true);
-    return;
-  }
+  if (!is_write && is_kernel_code(address)) return;  // a constant
   // The launch's own arguments, which the generated entry reads.
   const uintptr_t arguments = reinterpret_cast<uintptr_t>(launch_arguments);
   if (!is_write && (address - arguments < launch_num_arguments * sizeof(u64) ||
