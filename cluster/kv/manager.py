@@ -4,7 +4,7 @@ Wires together what others own: the pools (references), the prefix tree (what is
 first), the coordinator (block tables) and the event log.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.kv.caching_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
@@ -13,6 +13,7 @@ from cluster.kv.events import BlockEvent, EventLog
 from cluster.kv.hashing import BlockHash, split_hashes
 from cluster.kv.layout import NULL_BLOCK, KVLayout
 from cluster.kv.memory import PoolResize
+from cluster.kv.points import PointKind
 from cluster.kv.policies import POLICIES
 from cluster.kv.retention import EvictionCounts
 from cluster.kv.sequence import BlockCopy, ComputedBlocks, GroupBlocks, StartedBlocks, TableEdit
@@ -74,17 +75,17 @@ class KVCacheManager:
         computed: ComputedBlocks,
         hashes: bytes = b"",
         *,
-        points: Iterable[int] = (),
+        points: Mapping[int, PointKind] | None = None,
         now_s: float = 0.0,
         priority: int = 0,
         pinned_until_s: float = 0.0,
     ) -> StartedBlocks:
         """Open a sequence on the cached prefix just looked up; its blocks stay until `free`. O(cached blocks).
 
-        `points`: token offsets that are worth resuming at; each is rounded down to a block.
+        `points`: token offsets that are worth resuming at, and why; each is rounded down to a block.
         """
         return self._coordinator.open(
-            seq_id, computed, hashes, points, now_s=now_s, priority=priority, pinned_until_s=pinned_until_s
+            seq_id, computed, hashes, points or {}, now_s=now_s, priority=priority, pinned_until_s=pinned_until_s
         )
 
     def release_sources(self) -> None:
@@ -118,17 +119,17 @@ class KVCacheManager:
         """
         return self._coordinator.register(seq_id, first_index, hashes)
 
-    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool = True) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, kind: PointKind) -> tuple[BlockCopy, ...]:
         """Copies that keep a recurrent model's state after `num_tokens` tokens, a multiple of the block size.
 
-        To be made before the next token runs. Empty if there is nothing to copy, or no memory for it: none at all, or,
-        unless it `may_evict`, none that lies idle.
+        To be made before the next token runs. Empty if there is nothing to copy, or no memory for it that is worth
+        less: for an INTERVAL only what lies idle. A TURN_END becomes a resume point only if the sequence ends there.
         """
-        return self._coordinator.checkpoint(seq_id, num_tokens, may_evict=may_evict)
+        return self._coordinator.checkpoint(seq_id, num_tokens, kind)
 
-    def confirm_checkpoint(self, seq_id: int, num_tokens: int, *, is_point: bool) -> None:
-        """The worker has made those copies. If not a resume point, it becomes one only where the sequence ends."""
-        self._coordinator.confirm_checkpoint(seq_id, num_tokens, is_point=is_point)
+    def confirm_checkpoint(self, seq_id: int, num_tokens: int) -> None:
+        """The worker has made those copies."""
+        self._coordinator.confirm_checkpoint(seq_id, num_tokens)
 
     def free(self, seq_id: int, num_processed: int = 0, *, is_settled: bool = True) -> None:
         """End a sequence of which `num_processed` tokens have run. What it registered stays while memory allows.

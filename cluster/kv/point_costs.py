@@ -6,10 +6,6 @@ from cluster.kv.group_managers import GroupManager
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.prefix_tree import Segment
 
-# A point inside a longer live prefix is used only where requests part there: a belief worth so many observations.
-_STOP_PRIOR = 0.1
-_STOP_PRIOR_WEIGHT = 4.0
-
 
 class PointCosts:
     """Bytes by the rules of a model's groups."""
@@ -49,12 +45,6 @@ def fallback_of(segment: Segment) -> int:
             return node.end
         node = node.parent
     return 0
-
-
-def stop_share(segment: Segment) -> float:
-    """How likely a use of what lies at or below an inner point stops there."""
-    seen = segment.num_stops + segment.num_passes
-    return (segment.num_stops + _STOP_PRIOR * _STOP_PRIOR_WEIGHT) / (seen + _STOP_PRIOR_WEIGHT)
 
 
 def _is_passage(segment: Segment) -> bool:

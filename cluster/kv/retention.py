@@ -10,17 +10,21 @@ The unit is the resume point: the end of a segment with all that lets a sequence
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 
 from cluster.kv.events import EventLog
 from cluster.kv.group_managers import GroupManager
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
-from cluster.kv.point_costs import PointCosts, fallback_of, stop_share
+from cluster.kv.point_costs import PointCosts, fallback_of
+from cluster.kv.points import PointKind, StopModel
 from cluster.kv.policies import RetentionPolicy
 from cluster.kv.prefix_tree import PrefixTree, Segment, held
+from cluster.kv.sequence import Sequence
 
 _MAX_GHOSTS = 4096
 # Resume points are ranked anew after so many requests, as a share of the segments: the cost of a ranking is spread.
@@ -43,7 +47,7 @@ class Retention:
     def __init__(
         self,
         tree: PrefixTree,
-        managers: Sequence[GroupManager],
+        managers: Seq[GroupManager],
         pools: PoolSet,
         events: EventLog,
         policy: RetentionPolicy,
@@ -57,6 +61,7 @@ class Retention:
         self._block_size = block_size
         self._windows = [m for m in managers if not m.is_full and not m.is_state]
         self._costs = PointCosts(managers, block_size)
+        self._stops = StopModel()
         self._is_full_only = all(m.is_full for m in managers)
         self.counts = [EvictionCounts() for _ in managers]
         # Grows with every block evicted: a look-up made before may be stale.
@@ -71,7 +76,7 @@ class Retention:
         # Window blocks since the last ranking.
         self._num_left_behind = 0
 
-    def used(self, path: Sequence[Segment], depth: int, hashes: bytes, now_s: float) -> int:
+    def used(self, path: Seq[Segment], depth: int, hashes: bytes, now_s: float) -> int:
         """A request started on the first `depth` positions of a path and wants all of `hashes`.
 
         Returns the gap since a longer prefix of it was last here, as the policy's clock counts, or -1.
@@ -79,20 +84,25 @@ class Retention:
         self.clock += 1
         self._now_s = max(self._now_s, now_s)
         clock = self.clock
+        num_wanted = len(hashes) // HASH_BYTES
         for segment in path:
             age = clock - segment.last_use
             self._policy.observe(segment.gap, age)
             segment.gap, segment.last_use = age, clock
-            if segment.end * HASH_BYTES < len(hashes):
-                segment.num_passes += 1
-        if path and depth == path[-1].end:
-            # It goes on below, but not as anything known does.
-            path[-1].num_passes -= depth * HASH_BYTES < len(hashes)
-            path[-1].num_stops += 1
+        for segment in path[:-1]:
+            self._stops.observe(segment, is_stop=False)
+        if path and (end := path[-1]).end < num_wanted:
+            if depth < end.end:
+                self._stops.observe(end, is_stop=False)
+            elif end.children:
+                # It goes on, but not as anything known does.
+                self._stops.observe(end, is_stop=True)
         return self._observe_ghosts(hashes, depth)
 
-    def release(self, is_enough: Callable[[], bool], lacking: Callable[[], int]) -> bool:
-        """Evict until `is_enough()`; False if everything evictable is gone before. `lacking()`: blocks still needed.
+    def release(self, is_enough: Callable[[], bool], lacking: Callable[[], int], worth: float = inf) -> bool:
+        """Evict until `is_enough()`; False if everything evictable worth less is gone before.
+
+        `lacking()`: blocks still needed.
 
         Amortised O(log segments) a point.
         """
@@ -108,14 +118,30 @@ class Retention:
                 # A point would go although windows have been left behind since the ranking.
                 self._rank()
                 continue
-            kind, _, _, segment = self._queue.pop()
+            kind, rank, _, segment = self._queue[-1]
+            if kind != _CHEAP and rank >= worth:
+                return False
+            self._queue.pop()
             if segment.parent is not None:
                 self._evict(segment, kind, lacking())
         return True
 
-    def designate(self, segment: Segment) -> None:
+    def designate(self, segment: Segment, kind: PointKind) -> None:
         """The segment's end is a resume point from now on."""
+        segment.kind = max(segment.kind, kind) if segment.is_point else kind
         segment.is_point = True
+
+    def worth(self, sequence: Sequence, depth: int, kind: PointKind) -> float:
+        """Rank of a checkpoint that a running sequence would make after `depth` blocks. O(segments above)."""
+        fallback = max((at for at in sequence.pending if at < depth), default=0)
+        fallback = max(fallback, sequence.cursor.end if sequence.cursor.is_point else fallback_of(sequence.cursor))
+        lost = float(depth - fallback) * self._block_size
+        freed = sum(m.page_bytes for m in self._managers if m.is_state)
+        if kind is PointKind.TURN_END:
+            freed += sum(m.page_bytes for m in self._managers if m.is_full) * (depth - fallback)
+        else:
+            lost *= self._stops.first_share(kind)
+        return self._policy.rank(sequence.gap, sequence.priority, 0, lost, freed)
 
     def left_behind(self, num_blocks: int) -> None:
         """So many window blocks of a running sequence are cached and not needed by it any more."""
@@ -179,8 +205,8 @@ class Retention:
         if self._is_full_only:
             lost = segment.num_blocks * self._block_size
         if not is_leaf:
-            lost *= stop_share(segment)
-        rank = self._policy.rank(segment, self.clock - segment.last_use, lost, freed)
+            lost *= self._stops.share(segment)
+        rank = self._policy.rank(segment.gap, segment.priority, self.clock - segment.last_use, lost, freed)
         kind = _PINNED if segment.pinned_until_s > self._now_s else _POINT
         self._queue.append((kind, rank, self._number(), segment))
 
@@ -206,7 +232,7 @@ class Retention:
             needed.append(first)
         return needed
 
-    def _has_left_behind(self, segment: Segment, needed: Sequence[int]) -> bool:
+    def _has_left_behind(self, segment: Segment, needed: Seq[int]) -> bool:
         return any(
             min(first, segment.end) > max(segment.thinned[m.group_id], m.num_sink_blocks)
             for first, m in zip(needed, self._windows, strict=True)
@@ -301,7 +327,7 @@ class Retention:
             fallback = fallback_of(segment)
             lost, freed = float(segment.end - fallback) * self._block_size, self._costs.leaf_bytes(segment, fallback)
         if freed:
-            rank = self._policy.rank(segment, age, lost, freed)
+            rank = self._policy.rank(segment.gap, segment.priority, age, lost, freed)
             insort(self._queue, (kind, rank, self._number(), segment), key=lambda entry: _descending(entry))
 
     def _prune(self, segment: Segment) -> None:

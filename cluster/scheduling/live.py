@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from cluster.kv.points import PointKind
 from cluster.kv.sequence import ComputedBlocks
 from cluster.scheduling.request import Request
 
@@ -41,7 +42,7 @@ class LiveRequest:
     # The newest place of its prompt at which a state was kept.
     kept_at: int = 0
     # Where prefill stops for a checkpoint of a recurrent model: token offsets, multiples of the block size.
-    stops: set[int] = field(default_factory=set)
+    stops: dict[int, PointKind] = field(default_factory=dict)
 
     @property
     def tenant(self) -> str:

@@ -15,6 +15,7 @@ from functools import partial
 from cluster.kv.hashing import HASH_BYTES, join_hashes
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.memory import PoolResize
+from cluster.kv.points import PointKind
 from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks, TableEdit
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
@@ -260,7 +261,7 @@ class Scheduler:
                     live.last_step_id = step.step_id
                     step.slices.append(Slice(live.seq_id, start, 1, True, new_blocks))
                     if block_size and start % block_size == 0:
-                        step.checkpoint(live, start, is_point=start in live.stops)
+                        step.checkpoint(live, start, live.stops.get(start, PointKind.TURN_END))
         return prefilling
 
     def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step: StepBuilder) -> int:
@@ -286,9 +287,9 @@ class Scheduler:
         live.last_step_id = step.step_id
         step.slices.append(Slice(live.seq_id, start, num_tokens, samples, new_blocks))
         if start in live.stops:
-            step.checkpoint(live, start, is_point=True)
+            step.checkpoint(live, start, live.stops[start])
         elif self._kv.has_states and start >= live.kept_at + _CHECKPOINT_EVERY:
-            step.checkpoint(live, start, is_point=True, may_evict=False)
+            step.checkpoint(live, start, PointKind.INTERVAL)
         return num_tokens
 
     def _allocate(self, live: LiveRequest, num_tokens: int, step: StepBuilder) -> GroupBlocks | None:
@@ -373,7 +374,7 @@ class Scheduler:
         self._live_by_seq[live.seq_id] = live
         points = points_of(live, computed, self._kv.layout.block_size)
         step.start(live, computed, points, now_s)
-        live.stops = {point for point in points if point > computed.num_tokens} if self._kv.has_states else set()
+        live.stops = {at: why for at, why in points.items() if at > computed.num_tokens} if self._kv.has_states else {}
         live.num_planned = live.num_processed = live.kept_at = computed.num_tokens
         live.is_running = True
         live.computed = None
@@ -408,7 +409,7 @@ class Scheduler:
         """What the plan computed is computed: states kept, blocks filled, rows run."""
         for checkpoint in plan.checkpoints:
             if checkpoint.seq_id in self._live_by_seq:
-                self._kv.confirm_checkpoint(checkpoint.seq_id, checkpoint.num_tokens, is_point=checkpoint.is_point)
+                self._kv.confirm_checkpoint(checkpoint.seq_id, checkpoint.num_tokens)
         for seq_id, first_index, hashes in runs_of(result.filled_blocks):
             live = self._live_by_seq.get(seq_id)
             if live is not None:

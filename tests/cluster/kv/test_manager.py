@@ -7,6 +7,7 @@ from cluster.kv.hashing import hash_blocks, join_hashes, root_hash
 from cluster.kv.layout import KVGroup, KVLayout, KVPool
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
+from cluster.kv.points import PointKind
 from cluster.kv.spec import FullAttentionSpec, KVFormat, RecurrentStateSpec, SlidingWindowSpec, StateTensor
 
 SIZE = 16
@@ -49,7 +50,10 @@ class Session:
         assert kv.can_allocate(computed, len(prompt))
         self.num_started += 1
         seq_id = self.num_started
-        stops = {p // SIZE * SIZE for p in (*points, len(prompt), computed.num_matched_tokens)}
+        stops = {p // SIZE * SIZE: PointKind.HEAD for p in points}
+        stops |= {len(prompt) // SIZE * SIZE: PointKind.PROMPT_END}
+        if computed.parts(SIZE):
+            stops |= {computed.num_matched_tokens // SIZE * SIZE: PointKind.PARTING}
         kv.start(seq_id, computed, chain(prompt), points=stops)
         kv.release_sources()
         position = computed.num_tokens
@@ -59,8 +63,8 @@ class Session:
             end = min(end, len(prompt) if position < len(prompt) else (position // SIZE + 1) * SIZE)
             assert kv.allocate(seq_id, end, position) is not None
             if kv.has_states and position % SIZE == 0 and position:
-                kv.checkpoint(seq_id, position)
-                kv.confirm_checkpoint(seq_id, position, is_point=position in stops)
+                kv.checkpoint(seq_id, position, stops.get(position, PointKind.TURN_END))
+                kv.confirm_checkpoint(seq_id, position)
             first, last = position // SIZE, end // SIZE
             kv.register(seq_id, first, chain(whole)[first * 16 : last * 16])
             position = end
@@ -208,8 +212,8 @@ class TestLookup:
         kv.start(1, kv.get_computed_blocks(b"", 48), b"")
         kv.allocate(1, 48)
         assert kv.register(1, 0, chain(tokens_of(0, 48))) == []
-        assert kv.checkpoint(1, 48) == ()
-        kv.confirm_checkpoint(1, 48, is_point=True)
+        assert kv.checkpoint(1, 48, PointKind.HEAD) == ()
+        kv.confirm_checkpoint(1, 48)
         found = kv.get_computed_blocks(chain(tokens_of(0, 48)), 48)
         assert kv.is_current(found, b"")
         assert found.num_tokens == 0
