@@ -20,7 +20,7 @@ from cluster.mac_engine import MacEngine
 from cluster.model_files import find_model
 from cluster.ray_calls import router
 from cluster.reporter import Reporter
-from cluster.scheduling.scheduler import SchedulerStats
+from cluster.scheduling.stats import SchedulerStats
 from cluster.vital import run_or_exit
 from protos.cidery.node.v1 import node_pb2, node_pb2_grpc
 

@@ -23,7 +23,7 @@ class _CachingCoordinator(KVCacheCoordinator):
 
     @property
     def _stamp(self) -> tuple[int, int, int]:
-        return self.retention.num_evicted, self.num_checkpoints, self.tree.num_splits
+        return self.retention.evictor.num_evicted, self.num_checkpoints, self.tree.num_splits
 
     def is_current(self, computed: ComputedBlocks, hashes: bytes) -> bool:
         """Whether a look-up would find the same again. O(1)."""
@@ -68,8 +68,6 @@ class _CachingCoordinator(KVCacheCoordinator):
         for manager in self._state_managers:
             needs[manager.pool_id] += 1
         if self.pools.lacks(needs):
-            if kind is PointKind.INTERVAL:
-                return ()
             if kind is PointKind.TURN_END and sequence.tail is not None:
                 # Written anew: who ends in between with the copy under way loses it, but no other point is evicted.
                 pages, sequence.tail = sequence.tail[1], None
@@ -215,9 +213,9 @@ class UnitaryKVCacheCoordinator(_CachingCoordinator):
         size = self.block_size
         path, depth = self.tree.match(hashes, num_tokens // size)
         if depth * size == num_tokens:
-            return ComputedBlocks(num_tokens - 1, None, num_tokens, tuple(path), True, self._stamp)
+            return ComputedBlocks(num_tokens - 1, None, num_tokens, tuple(path), copies_last=True, stamp=self._stamp)
         limited_by = 0 if depth < (num_tokens - 1) // size else None
-        return ComputedBlocks(depth * size, limited_by, depth * size, tuple(path), False, self._stamp)
+        return ComputedBlocks(depth * size, limited_by, depth * size, tuple(path), stamp=self._stamp)
 
 
 class HybridKVCacheCoordinator(_CachingCoordinator):
@@ -232,10 +230,14 @@ class HybridKVCacheCoordinator(_CachingCoordinator):
         partial = [m for m in self.managers if not m.is_full]
         present = {m.group_id: self.tree.present(path, matched, m.group_id) for m in partial}
         if matched * size == num_tokens and not self._state_managers:
-            lowest = [present[m.group_id].find(b"\x00", m.first_needed(num_tokens - 1)) for m in partial]
-            sinks = [present[m.group_id].find(b"\x00", 0, m.num_sink_blocks) for m in partial]
-            if max([*lowest, *sinks], default=-1) < 0:
-                return ComputedBlocks(num_tokens - 1, None, num_tokens, tuple(path), True, self._stamp)
+            holes = [present[m.group_id].find(b"\x00", m.first_needed(num_tokens - 1)) for m in partial]
+            holes += [present[m.group_id].find(b"\x00", 0, m.num_sink_blocks) for m in partial]
+            if max(holes, default=-1) < 0:
+                whole = num_tokens - 1
+                return ComputedBlocks(whole, None, num_tokens, tuple(path), copies_last=True, stamp=self._stamp)
+        alone = [limit if m.is_full else m.longest_hit(present[m.group_id], limit) for m in self.managers]
+        if (lowest_hit := min(alone)) < limit:
+            limit, limited_by = lowest_hit, alone.index(lowest_hit)
         is_settled = False
         while not is_settled:
             is_settled = True
@@ -243,4 +245,5 @@ class HybridKVCacheCoordinator(_CachingCoordinator):
                 length = manager.longest_hit(present[manager.group_id], limit)
                 if length < limit:
                     limit, limited_by, is_settled = length, manager.group_id, False
-        return ComputedBlocks(limit * size, limited_by, matched * size, tuple(path), False, self._stamp)
+        hits = tuple(num_blocks * size for num_blocks in alone)
+        return ComputedBlocks(limit * size, limited_by, matched * size, tuple(path), hits, stamp=self._stamp)

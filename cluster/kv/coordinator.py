@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import inf
 
 from cluster.kv.events import EventLog
 from cluster.kv.group_managers import make_manager
@@ -32,7 +31,7 @@ from cluster.kv.sequence import (
 
 @dataclass(slots=True)
 class GroupCounts:
-    """Of one group since the start: tokens looked up, tokens found, and how often it ended a hit."""
+    """Of one group since the start: tokens looked up, tokens it could resume, and how often it ended a hit."""
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
@@ -106,9 +105,9 @@ class KVCacheCoordinator(ABC):
         depth = computed.num_tokens // self.block_size
         path = [segment for segment in computed.path if segment.start < depth]
         gap = self.retention.used(path, depth, hashes, now_s)
-        for counts in self.counts:
+        for group, counts in enumerate(self.counts):
             counts.num_queried_tokens += len(hashes) // HASH_BYTES * self.block_size
-            counts.num_hit_tokens += computed.num_tokens
+            counts.num_hit_tokens += computed.group_hits[group] if computed.group_hits else computed.num_tokens
         if computed.limited_by is not None:
             self.counts[computed.limited_by].num_limited += 1
         started = self._start(seq_id, computed, points)
@@ -188,7 +187,7 @@ class KVCacheCoordinator(ABC):
     def free(self, seq_id: int, num_processed: int, *, is_settled: bool) -> None:
         """Close the sequence's block tables."""
 
-    def make_room(self, needs: Seq[int], worth: float = inf) -> bool:
+    def make_room(self, needs: Seq[int], worth: float | None = None) -> bool:
         """See that each pool has so many empty blocks, by moving boundaries and evicting what is worth less."""
         if not self.pools.lacks(needs):
             return True
@@ -386,33 +385,6 @@ class KVCacheCoordinator(ABC):
                     for pages in checkpoints:
                         if manager.group_id in pages:
                             pages[manager.group_id] = moves.get(pages[manager.group_id], pages[manager.group_id])
-
-
-class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Nothing is ever found or kept; any number of groups."""
-
-    def find_longest_cache_hit(self, hashes: bytes, num_tokens: int) -> ComputedBlocks:
-        """Always nothing."""
-        return ComputedBlocks(0, None, 0)
-
-    def register(self, seq_id: int, first_index: int, hashes: bytes) -> list[TableEdit]:
-        """Never kept."""
-        return []
-
-    def is_current(self, computed: ComputedBlocks, hashes: bytes) -> bool:
-        """Always."""
-        return True
-
-    def checkpoint(self, seq_id: int, num_tokens: int, kind: PointKind) -> tuple[BlockCopy, ...]:
-        """Never kept."""
-        return ()
-
-    def confirm_checkpoint(self, seq_id: int, num_tokens: int) -> None:
-        """There are none."""
-
-    def free(self, seq_id: int, num_processed: int, *, is_settled: bool) -> None:
-        """See the base class."""
-        self._close(self.sequences[seq_id])
 
 
 def _rename(blocks: "list[int] | Seq[int]", moves: dict[int, int]) -> None:

@@ -4,28 +4,20 @@ Wires together what others own: the pools (references), the prefix tree (what is
 first), the coordinator (block tables) and the event log.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from cluster.kv.caching_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
-from cluster.kv.coordinator import GroupCounts, KVCacheCoordinator, KVCacheCoordinatorNoPrefixCache
+from cluster.kv.coordinator import KVCacheCoordinator
 from cluster.kv.events import BlockEvent, EventLog
 from cluster.kv.hashing import BlockHash, split_hashes
 from cluster.kv.layout import NULL_BLOCK, KVLayout
 from cluster.kv.memory import PoolResize
+from cluster.kv.no_cache_coordinator import KVCacheCoordinatorNoPrefixCache
+from cluster.kv.planner import kind_name
 from cluster.kv.points import PointKind
 from cluster.kv.policies import POLICIES
-from cluster.kv.retention import EvictionCounts
 from cluster.kv.sequence import BlockCopy, ComputedBlocks, GroupBlocks, StartedBlocks, TableEdit
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes of all pools by state. What live sequences hold, what they don't but is findable, the rest."""
-
-    referenced_bytes: int
-    cached_bytes: int
-    free_bytes: int
+from cluster.kv.stats import KVGroupStats, KVStats
 
 
 class KVCacheManager:
@@ -186,22 +178,26 @@ class KVCacheManager:
         """Share of the usable bytes that live sequences hold, 0 to 1."""
         return self.used_bytes / self.layout.usable_bytes
 
-    @property
-    def memory(self) -> MemoryUse:
-        """Bytes by state."""
-        pools = self._coordinator.pools
+    def stats(self) -> KVStats:
+        """Bytes by state and counts by group. O(groups)."""
+        coordinator = self._coordinator
+        pools, evictor = coordinator.pools, coordinator.retention.evictor
         cached = sum(p.num_evictable * page for p, page in zip(pools.pools, pools.page_bytes, strict=True))
-        return MemoryUse(pools.used_bytes, cached, pools.free_bytes - cached)
-
-    @property
-    def group_counts(self) -> Sequence[GroupCounts]:
-        """Look-ups and hits of each group."""
-        return self._coordinator.counts
-
-    @property
-    def eviction_counts(self) -> Sequence[EvictionCounts]:
-        """Evictions of each group by reason."""
-        return self._coordinator.retention.counts
+        groups = tuple(
+            KVGroupStats(
+                kind=kind_name(group.spec),
+                num_layers=len(group.layer_indices),
+                page_bytes=group.page_bytes,
+                num_queried_tokens=looked_up.num_queried_tokens,
+                num_hit_tokens=looked_up.num_hit_tokens,
+                num_limited=looked_up.num_limited,
+                num_evicted_left_behind=evicted.num_left_behind,
+                num_evicted_ranked=evicted.num_ranked,
+                num_evicted_orphaned=evicted.num_orphaned,
+            )
+            for group, looked_up, evicted in zip(self.layout.groups, coordinator.counts, evictor.counts, strict=True)
+        )
+        return KVStats(pools.used_bytes, cached, pools.free_bytes - cached, coordinator.retention.pinned_bytes, groups)
 
     def take_events(self) -> tuple[BlockEvent, ...]:
         """Presence transitions since the last call, oldest first; to be taken after every step."""

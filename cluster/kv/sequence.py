@@ -27,6 +27,8 @@ class ComputedBlocks:
     limited_by: int | None
     num_matched_tokens: int
     path: tuple[Segment, ...] = ()
+    # Tokens that each group could go on from, if it were alone; empty: all the same.
+    group_hits: tuple[int, ...] = ()
     # The hit ends inside its last block, which is copied before it is written.
     copies_last: bool = False
     # What it was found in: a look-up in another state may find something else.

@@ -270,5 +270,5 @@ class HybridMachine(RuleBasedStateMachine):
         for group, block_hash in snapshot:
             digests[group] ^= xor_of(block_hash)
         assert tuple(digests) == self.kv.digests()
-        memory = self.kv.memory
+        memory = self.kv.stats()
         assert sum((memory.referenced_bytes, memory.cached_bytes, memory.free_bytes)) == self.layout.usable_bytes

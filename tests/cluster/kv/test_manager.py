@@ -25,11 +25,11 @@ def chain(tokens):
     return join_hashes(hash_blocks(ROOT, tokens, SIZE))
 
 
-def kv_of(specs, num_blocks, **options):
+def kv_of(specs, num_blocks, policy="value", **options):
     """A ledger with a budget of so many blocks of the first group."""
     page = SIZE * FULL.token_bytes
     layout = plan_layout(specs, kv_budget_bytes=num_blocks * page, max_model_len=64, block_size=SIZE, **options)
-    return KVCacheManager(layout)
+    return KVCacheManager(layout, policy=policy)
 
 
 class Session:
@@ -200,7 +200,8 @@ class TestLookup:
         found = session.lookup([*tokens_of(0, 300), 7])
         assert (found.num_tokens, found.num_matched_tokens, found.limited_by) == (0, 288, 1)
         assert session.lookup(tokens_of(900, 50)).limited_by == 0
-        assert kv.group_counts[1].num_limited == 0, "a look-up alone is not counted"
+        assert found.group_hits == (288, 0)
+        assert kv.stats().groups[1].num_limited == 0, "a look-up alone is not counted"
 
     @pytest.mark.parametrize("num_tokens", [1, 15, 16])
     def test_a_prompt_of_at_most_a_block_finds_nothing_in_an_empty_cache(self, num_tokens):
@@ -227,8 +228,8 @@ class TestLookup:
 
 
 class TestPins:
-    def pin(self, kv, until_s):
-        tokens = tokens_of(0, 161)
+    def pin(self, kv, until_s, number=0):
+        tokens = tokens_of(100_000 * number, 161)
         kv.start(99, kv.get_computed_blocks(b"", 161), chain(tokens), pinned_until_s=until_s)
         kv.allocate(99, 161)
         kv.register(99, 0, chain(tokens))
@@ -245,6 +246,25 @@ class TestPins:
         for number in range(1, 9):
             self.other(session, number)
         assert session.lookup([*tokens, 1]).num_tokens == 160
+
+    def test_pins_hold_half_of_the_memory_at_most(self):
+        """What ends last holds; the rest is as good as not pinned."""
+        kv = kv_of([FULL], 42, policy="lru")
+        session = Session(kv)
+        pinned = [self.pin(kv, until_s, number) for number, until_s in enumerate((90.0, 50.0, 70.0), start=20)]
+        for number in range(1, 9):
+            self.other(session, number)
+        assert [session.lookup([*tokens, 1]).num_tokens for tokens in pinned] == [160, 0, 160]
+
+    def test_a_pin_ends_by_itself(self):
+        kv = kv_of([FULL], 42, policy="lru")
+        session = Session(kv)
+        tokens = self.pin(kv, 50.0)
+        kv.start(98, kv.get_computed_blocks(b"", 16), now_s=51.0)
+        kv.free(98)
+        for number in range(1, 9):
+            self.other(session, number)
+        assert session.lookup([*tokens, 1]).num_tokens == 0
 
     def test_a_pin_makes_nobody_fail(self):
         kv = kv_of([FULL], 12)
