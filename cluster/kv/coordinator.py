@@ -349,7 +349,7 @@ class KVCacheCoordinator(ABC):
             if first > start:
                 end = min(first, len(table))
                 self.pools[manager.pool_id].free(reversed(table[start:end]))
-                self.retention.left_behind(end - start)
+                self.retention.left_behind(sequence.cursor, start)
                 table[start:end] = [NULL_BLOCK] * (end - start)
                 sequence.first_held[group] = end
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.kv.events import EventLog
-from cluster.kv.group_managers import GroupManager
+from cluster.kv.group_managers import GroupManager, by_rule
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
 from cluster.kv.prefix_tree import PrefixTree, Segment, held
@@ -30,7 +30,8 @@ class Evictor:
         self._pools = pools
         self._events = events
         self._block_size = block_size
-        self.windows = [m for m in managers if not m.is_full and not m.is_state]
+        # Groups of windows and chunks, those of one rule together.
+        self._windows = by_rule(m for m in managers if not m.is_full and not m.is_state)
         self.counts = [EvictionCounts() for _ in managers]
         # Grows with every block evicted: a look-up made before may be stale.
         self.num_evicted = 0
@@ -51,60 +52,73 @@ class Evictor:
                 return False
         return True
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers leave blocks behind."""
+        return bool(self._windows)
+
     def needed_from(self, segment: Segment, reach: dict[Segment, list[int]]) -> list[int]:
-        """For each window group the first position that points at or below the segment's end need."""
-        needed: list[int] = []
-        for at, manager in enumerate(self.windows):
-            is_needed = segment.is_point or not (segment.children or segment.num_cursors)
-            first = manager.first_needed(segment.end * self._block_size) if is_needed else segment.end
-            for child in segment.children.values():
-                first = min(first, reach[child][at])
-            needed.append(first)
-        return needed
+        """For each kind of window the first position that points at or below the segment's end need."""
+        end = segment.end
+        is_needed = segment.is_point or not (segment.children or segment.num_cursors)
+        if is_needed:
+            # What points below need begins no earlier.
+            return [same[0].first_needed(end * self._block_size) for same in self._windows]
+        below = [reach[child] for child in segment.children.values()]
+        return [min([end, *(needed[at] for needed in below)]) for at in range(len(self._windows))]
 
     def has_left_behind(self, segment: Segment, needed: Sequence[int]) -> bool:
         """Whether it may hold window blocks before those needed from it."""
-        return any(
-            min(first, segment.end) > max(segment.thinned[m.group_id], m.num_sink_blocks)
-            for first, m in zip(needed, self.windows, strict=True)
-        )
+        end = segment.end
+        for first, same in zip(needed, self._windows, strict=True):
+            if min(first, end) > max(segment.thinned[same[0].group_id], same[0].num_sink_blocks):
+                return True
+        return False
 
     def thin(self, segment: Segment) -> None:
         """Drop the window blocks of a segment that no point needs."""
-        for at, manager in enumerate(self.windows):
-            end = min(self._needed_in_subtree(segment, at), segment.end)
-            start = max(segment.thinned[manager.group_id], manager.num_sink_blocks, segment.start)
-            if end > start:
-                num_dropped = self.clear(segment, manager, start, end)
-                self.counts[manager.group_id].num_left_behind += num_dropped
-                blocks = segment.blocks[manager.group_id]
-                # Blocks that a sequence still holds are left, and looked at again.
-                left = (i for i in range(start, end) if blocks[i - segment.start] != NULL_BLOCK)
-                segment.thinned[manager.group_id] = next(left, end)
+        for same in self._windows:
+            starts = [max(segment.thinned[m.group_id], m.num_sink_blocks, segment.start) for m in same]
+            end = self._needed_in_subtree(segment, same[0], min(starts))
+            for manager, start in zip(same, starts, strict=True):
+                if end > start:
+                    self._thin_group(segment, manager, start, end)
 
-    def _needed_in_subtree(self, segment: Segment, at: int) -> int:
-        """The first position that a point at or below the segment's end needs. Looks as deep as a window."""
-        manager = self.windows[at]
+    def _thin_group(self, segment: Segment, manager: GroupManager, start: int, end: int) -> None:
+        num_dropped = self.clear(segment, manager, start, end)
+        self.counts[manager.group_id].num_left_behind += num_dropped
+        blocks = segment.blocks[manager.group_id]
+        # Blocks that a sequence still holds are left, and looked at again.
+        left = (i for i in range(start, end) if blocks[i - segment.start] != NULL_BLOCK)
+        segment.thinned[manager.group_id] = next(left, end)
+
+    def _needed_in_subtree(self, segment: Segment, manager: GroupManager, start: int) -> int:
+        """The first position that a point at or below the segment's end needs, or `start` if that is not before it.
+
+        Looks as deep as a window. What a point below needs never begins before what one above it needs.
+        """
         first, stack = segment.end, [segment]
-        while stack:
+        while stack and first > start:
             node = stack.pop()
             needed = manager.first_needed(node.end * self._block_size)
-            if needed >= segment.end:
+            if needed >= first:
                 continue
             if node.is_point or not (node.children or node.num_cursors):
-                first = min(first, needed)
-            stack.extend(node.children.values())
-        return first
+                first = needed
+            else:
+                stack.extend(node.children.values())
+        return max(first, start)
 
     def thin_upwards(self, segment: Segment) -> None:
         """Drop what a point that is gone needed, in its segment and in those above that its window reached."""
-        if not self.windows:
-            return
-        lowest = min(m.first_needed(segment.end * self._block_size) for m in self.windows)
-        self._thin_from(segment, lowest)
+        if self._windows:
+            self.thin_from(segment, self._lowest_needed(segment.end))
 
-    def _thin_from(self, segment: Segment | None, lowest: int) -> None:
-        """Thin a segment and those above it, down to a position."""
+    def _lowest_needed(self, end: int) -> int:
+        return min(same[0].first_needed(end * self._block_size) for same in self._windows)
+
+    def thin_from(self, segment: Segment | None, lowest: int) -> None:
+        """Thin a segment and those above it, down to a position; nothing if it is gone."""
         node = segment
         while node is not None and node.parent is not None and node.end > lowest:
             self.thin(node)
@@ -123,7 +137,7 @@ class Evictor:
 
     def trim(self, segment: Segment, end: int, *, is_orphan: bool) -> None:
         """Drop a leaf's positions from `end` on, and what of its window lies above it."""
-        lowest = [m.first_needed(segment.end * self._block_size) for m in self.windows]
+        old_end = segment.end
         for manager in self._managers:
             num_dropped = self.clear(segment, manager, end, segment.end)
             counts = self.counts[manager.group_id]
@@ -134,8 +148,8 @@ class Evictor:
         parent = segment.parent
         is_gone = end == segment.start
         self._tree.trim(segment, end)
-        if is_gone and lowest:
-            self._thin_from(parent, min(lowest))
+        if is_gone and self._windows:
+            self.thin_from(parent, self._lowest_needed(old_end))
 
     def clear(self, segment: Segment, manager: GroupManager, start: int, end: int) -> int:
         """Forget one group's unreferenced blocks at positions `[start, end)`; returns how many. O(positions)."""

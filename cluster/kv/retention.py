@@ -66,8 +66,8 @@ class Retention:
         self._pins_over_budget: set[Segment] = set()
         # Of the pins that count, at the last ranking.
         self.pinned_bytes = 0
-        # Window blocks since the last ranking.
-        self._num_left_behind = 0
+        # Where windows were left behind since the last ranking, by the segment that ended there then.
+        self._left_behind: dict[Segment, int] = {}
 
     def used(self, path: Seq[Segment], depth: int, hashes: bytes, now_s: float) -> int:
         """A request started on the first `depth` positions of a path and wants all of `hashes`.
@@ -101,15 +101,16 @@ class Retention:
         """
         ranked_at = -1
         while not is_enough():
+            if self._left_behind and (not self._queue or self._queue[-1][0] != _CHEAP):
+                segment, start = next(iter(self._left_behind.items()))
+                del self._left_behind[segment]
+                self.evictor.thin_from(segment, start)
+                continue
             if not self._queue or (ranked_at < 0 and self._is_stale()):
                 if ranked_at == self.evictor.num_evicted:
                     return False
                 self._rank()
                 ranked_at = self.evictor.num_evicted
-                continue
-            if self._num_left_behind and self._queue[-1][0] != _CHEAP:
-                # A point would go although windows have been left behind since the ranking.
-                self._rank()
                 continue
             kind, rank, _, segment = self._queue[-1]
             if worth is not None and (kind, rank) >= (_POINT, worth):
@@ -138,9 +139,9 @@ class Retention:
             lost *= self._stops.first_share(kind)
         return self._policy.rank(sequence.gap, sequence.priority, 0, lost, freed)
 
-    def left_behind(self, num_blocks: int) -> None:
-        """So many window blocks of a running sequence are cached and not needed by it any more."""
-        self._num_left_behind += num_blocks
+    def left_behind(self, segment: Segment, start: int) -> None:
+        """A running sequence no longer needs window blocks that lie in the segment and those above, from `start` on."""
+        self._left_behind[segment] = min(start, self._left_behind.get(segment, start))
 
     def settle(self, segment: Segment) -> None:
         """A sequence that ended there is gone: the point can be evicted now, or goes at once if it is none."""
@@ -150,6 +151,7 @@ class Retention:
     def reset(self) -> None:
         """Everything cached is gone; what was learned of reuse stays."""
         self._queue.clear()
+        self._left_behind.clear()
         self._ghosts.clear()
         self._pins_over_budget.clear()
         self.pinned_bytes = 0
@@ -171,7 +173,7 @@ class Retention:
     def _rank(self) -> None:
         """Rank every point. O(segments log segments)."""
         self._ranked_at = clock = self.clock
-        self._num_left_behind = 0
+        self._left_behind.clear()
         segments = list(self._tree.walk())
         waiting = [(s.gap, clock - s.last_use) for s in segments]
         waiting += [(gap, clock - last_use) for last_use, gap in self._ghosts.values()]
@@ -180,7 +182,7 @@ class Retention:
         self._queue.clear()
         reach: dict[Segment, list[int]] = {}
         for segment in reversed(segments):
-            if self.evictor.windows:
+            if self.evictor.has_windows:
                 reach[segment] = needed = self.evictor.needed_from(segment, reach)
                 if self.evictor.has_left_behind(segment, needed):
                     self._queue.append((_CHEAP, clock - segment.last_use, self._number(), segment))
