@@ -1,0 +1,310 @@
+"""`gated_delta`: the gated delta rule over packed rows, with each sequence's state updated in its slot.
+
+For each value head, with the state S `[value_dim, key_dim]` in float32 and per token a decay g, keys k, queries q,
+values v and a rate beta: S = g S; S = S + beta (v - S k) k^T; y = S q. (Gated DeltaNet, arXiv 2412.06464; with a decay
+for each key channel it is the rule of Kimi Delta Attention, arXiv 2510.26692.)
+
+The rows of S are independent of each other, so simdgroups share them. `step` reads and writes each state once, 32 lanes
+along a row. `chunk` keeps the state in registers while it goes through a sequence's tokens, a few lanes a row, so that a
+token costs few shuffles; keys, queries, values and gates come through threadgroup memory, a tile of tokens at a time.
+Tokens are taken one by one, so a prefill cut anywhere gives the same bits.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from worker.metal.factory import MetalKernel, dtype_tag
+from worker.metal.state_rows import StateRows
+
+_LANES = 32
+_MAX_KEY_DIM = 256
+# State rows that a simdgroup of `step` loads before it uses any.
+_STEP_ROWS = 4
+_MAX_SIMDGROUPS = 4
+# State elements that a lane of `chunk` keeps in registers.
+_MAX_LANE_ELEMENTS = 32
+# Elements of staged keys: with queries and gates of each channel, at most 12 KiB.
+_TILE_ELEMENTS = 1024
+
+# Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any.
+STEP_SOURCE = r"""
+  constexpr int EPL = DK / 32;
+  const int sequence = threadgroup_position_in_grid.z;
+  const int head = threadgroup_position_in_grid.y;
+  const int lane = thread_index_in_simdgroup;
+  const int top = (threadgroup_position_in_grid.x * NSG + simdgroup_index_in_threadgroup) * ROWS;
+  const int64_t row = sequences[sequence * 4];
+  const int64_t slot = sequences[sequence * 4 + 2];
+  const bool fresh = sequences[sequence * 4 + 3] != 0;
+  const int64_t keys_at = (row * HK + head / (HV / HK)) * DK + lane * EPL;
+  const int64_t values_at = (row * HV + head) * DV + top;
+  if (head == 0 && top == 0 && lane == 0) {
+    token[sequence] = 1;
+  }
+  if (slot < 0) {
+    if (lane < ROWS) {
+      y[values_at + lane] = T(0.0f);
+    }
+    return;
+  }
+  device float* states = (device float*)pool;
+  const int64_t state_at = ((slot * HV + head) * DV + top) * DK + lane * EPL;
+
+  float state[ROWS][EPL];
+  for (int r = 0; r < ROWS; r++) {
+    for (int i = 0; i < EPL; i++) {
+      state[r][i] = fresh ? 0.0f : states[state_at + r * DK + i];
+    }
+  }
+  float k[EPL];
+  float q[EPL];
+  float decay[EPL];
+  for (int i = 0; i < EPL; i++) {
+    k[i] = float(keys[keys_at + i]);
+    q[i] = float(queries[keys_at + i]);
+    decay[i] = float(gates[VG ? (row * HV + head) * DK + lane * EPL + i : row * HV + head]);
+  }
+  const float rate = float(betas[row * HV + head]);
+  for (int r = 0; r < ROWS; r++) {
+    float recalled = 0.0f;
+    for (int i = 0; i < EPL; i++) {
+      state[r][i] *= decay[i];
+      recalled += state[r][i] * k[i];
+    }
+    const float change = (float(values[values_at + r]) - simd_sum(recalled)) * rate;
+    float sum = 0.0f;
+    for (int i = 0; i < EPL; i++) {
+      state[r][i] += k[i] * change;
+      states[state_at + r * DK + i] = state[r][i];
+      sum += state[r][i] * q[i];
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+      y[values_at + r] = T(sum);
+    }
+  }
+"""
+
+# Lane `part` of a state row holds groups of four elements, every LPR-th group: no two lanes meet in a bank.
+CHUNK_SOURCE = r"""
+  constexpr int EPL = DK / LPR;
+  constexpr int ROWS = 32 / LPR;
+  const int sequence = threadgroup_position_in_grid.z;
+  const int head = threadgroup_position_in_grid.y;
+  const int key_head = head / (HV / HK);
+  const int part = thread_index_in_simdgroup % LPR;
+  const int in_tile = simdgroup_index_in_threadgroup * ROWS + thread_index_in_simdgroup / LPR;
+  const int top = threadgroup_position_in_grid.x * NSG * ROWS;
+  const int value_row = top + in_tile;
+  const int64_t first = sequences[sequence * 4];
+  const int num_rows = sequences[sequence * 4 + 1];
+  const int64_t slot = sequences[sequence * 4 + 2];
+  const bool fresh = sequences[sequence * 4 + 3] != 0;
+  if (head == 0 && top == 0 && thread_index_in_threadgroup == 0) {
+    token[sequence] = 1;
+  }
+  if (slot < 0) {
+    for (int t = 0; t < num_rows; t++) {
+      if (part == 0) {
+        y[((first + t) * HV + head) * DV + value_row] = T(0.0f);
+      }
+    }
+    return;
+  }
+  if (num_rows == 0) {
+    return;
+  }
+  device float* states = (device float*)pool;
+  const int64_t state_at = ((slot * HV + head) * DV + value_row) * DK;
+
+  float state[EPL];
+  for (int n = 0; n < EPL; n += 4) {
+    for (int i = 0; i < 4; i++) {
+      state[n + i] = fresh ? 0.0f : states[state_at + n * LPR + part * 4 + i];
+    }
+  }
+  threadgroup float staged_keys[TILE * DK];
+  threadgroup float staged_queries[TILE * DK];
+  threadgroup float staged_values[TILE * NSG * ROWS];
+  threadgroup float staged_gates[VG ? TILE * DK : TILE];
+  threadgroup float staged_betas[TILE];
+
+  for (int begin = 0; begin < num_rows; begin += TILE) {
+    const int count = metal::min(int(TILE), num_rows - begin);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = thread_index_in_threadgroup; i < count * DK; i += NSG * 32) {
+      const int64_t row = first + begin + i / DK;
+      const int64_t from = (row * HK + key_head) * DK + i % DK;
+      staged_keys[i] = float(keys[from]);
+      staged_queries[i] = float(queries[from]);
+      if (VG) {
+        staged_gates[i] = float(gates[(row * HV + head) * DK + i % DK]);
+      }
+    }
+    for (int i = thread_index_in_threadgroup; i < count * NSG * ROWS; i += NSG * 32) {
+      const int64_t row = first + begin + i / (NSG * ROWS);
+      staged_values[i] = float(values[(row * HV + head) * DV + top + i % (NSG * ROWS)]);
+    }
+    for (int i = thread_index_in_threadgroup; i < count; i += NSG * 32) {
+      const int64_t row = first + begin + i;
+      staged_betas[i] = float(betas[row * HV + head]);
+      if (!VG) {
+        staged_gates[i] = float(gates[row * HV + head]);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int t = 0; t < count; t++) {
+      float recalled = 0.0f;
+      for (int n = 0; n < EPL; n += 4) {
+        for (int i = 0; i < 4; i++) {
+          const int at = t * DK + n * LPR + part * 4 + i;
+          state[n + i] *= staged_gates[VG ? at : t];
+          recalled += state[n + i] * staged_keys[at];
+        }
+      }
+      for (ushort lanes = 1; lanes < LPR; lanes *= 2) {
+        recalled += simd_shuffle_xor(recalled, lanes);
+      }
+      const float change = (staged_values[t * NSG * ROWS + in_tile] - recalled) * staged_betas[t];
+      float sum = 0.0f;
+      for (int n = 0; n < EPL; n += 4) {
+        for (int i = 0; i < 4; i++) {
+          const int at = t * DK + n * LPR + part * 4 + i;
+          state[n + i] += staged_keys[at] * change;
+          sum += state[n + i] * staged_queries[at];
+        }
+      }
+      for (ushort lanes = 1; lanes < LPR; lanes *= 2) {
+        sum += simd_shuffle_xor(sum, lanes);
+      }
+      if (part == 0) {
+        y[((first + begin + t) * HV + head) * DV + value_row] = T(sum);
+      }
+    }
+  }
+  for (int n = 0; n < EPL; n += 4) {
+    for (int i = 0; i < 4; i++) {
+      states[state_at + n * LPR + part * 4 + i] = state[n + i];
+    }
+  }
+"""
+
+_INPUTS = ["queries", "keys", "values", "gates", "betas", "sequences", "pool", "after"]
+
+
+class GatedDelta:
+    """Launches `step` for decode rows, else `chunk`; see README.md for what they read."""
+
+    def __init__(self, metal_kernel: MetalKernel) -> None:
+        self._metal_kernel = metal_kernel
+        self._by_name: dict[str, Any] = {}
+
+    @staticmethod
+    def supports(key_dim: int, value_dim: int) -> bool:
+        """Whether simdgroups share a state of these dimensions evenly."""
+        return key_dim % _LANES == 0 and 0 < key_dim <= _MAX_KEY_DIM and value_dim % 8 == 0 and value_dim > 0
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        gates: mx.array,
+        betas: mx.array,
+        pool: mx.array,
+        rows: StateRows,
+        after: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """The outputs `[num_rows, value_heads, value_dim]` in the queries' type, and the token of this launch.
+
+        Shapes: `queries`, `keys [num_rows, key_heads, key_dim]` as mlx-lm's `normalize_qk` leaves them, scale included;
+        `values [num_rows, value_heads, value_dim]`; `gates [num_rows, value_heads]`, or with a decay for each channel
+        `[num_rows, value_heads, key_dim]`; `betas [num_rows, value_heads]`.
+
+        `pool [num_slots, value_heads, value_dim, key_dim]` float32, evaluated and contiguous, is written in place.
+        `after` is the token of the last launch that read or wrote the pool: it is the order between the two. Raises
+        ValueError for shapes that don't fit and dimensions that aren't supported.
+        """
+        num_rows, key_heads, key_dim = queries.shape
+        _, value_heads, value_dim = values.shape
+        check_inputs(queries, keys, values, gates, betas, pool, rows)
+        if not self.supports(key_dim, value_dim):
+            raise ValueError(f"gated_delta runs key_dim 32 to 256 by 32 and value_dim by 8, not {key_dim}, {value_dim}")
+        template: list[tuple[str, Any]] = [
+            ("T", queries.dtype),
+            ("HK", key_heads),
+            ("HV", value_heads),
+            ("DK", key_dim),
+            ("DV", value_dim),
+            ("VG", gates.ndim == 3),
+        ]
+        if rows.is_decode:
+            name, rows_a_simdgroup = "step", _STEP_ROWS
+            template.append(("ROWS", _STEP_ROWS))
+        else:
+            lanes_a_row = 4 if key_dim <= 4 * _MAX_LANE_ELEMENTS else 8
+            name, rows_a_simdgroup = "chunk", _LANES // lanes_a_row
+            template += [("LPR", lanes_a_row), ("TILE", _TILE_ELEMENTS // key_dim)]
+        num_simdgroups = value_dim // rows_a_simdgroup
+        together = simdgroups_together(num_simdgroups)
+        y, token = self._kernel(name, dtype_tag(queries.dtype))(
+            inputs=[
+                *(mx.contiguous(array) for array in (queries, keys, values, gates, betas)),
+                rows.sequence_array,
+                pool,
+                after,
+            ],
+            output_shapes=[(num_rows, value_heads, value_dim), (rows.num_sequences,)],
+            output_dtypes=[queries.dtype, mx.uint32],
+            grid=(_LANES * num_simdgroups, value_heads, rows.num_sequences),
+            threadgroup=(_LANES * together, 1, 1),
+            template=[*template, ("NSG", together)],
+        )
+        return y, token
+
+    def _kernel(self, name: str, tag: str) -> Any:
+        full_name = f"cidery_gated_delta_{name}_{tag}"
+        if full_name not in self._by_name:
+            self._by_name[full_name] = self._metal_kernel(
+                name=full_name,
+                input_names=_INPUTS,
+                output_names=["y", "token"],
+                source=STEP_SOURCE if name == "step" else CHUNK_SOURCE,
+                # A silent copy of the pool would swallow the writes.
+                ensure_row_contiguous=False,
+            )
+        return self._by_name[full_name]
+
+
+def simdgroups_together(num_simdgroups: int) -> int:
+    """Simdgroups of a threadgroup: they divide all."""
+    return next(size for size in range(_MAX_SIMDGROUPS, 0, -1) if num_simdgroups % size == 0)
+
+
+def check_inputs(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    gates: mx.array,
+    betas: mx.array,
+    pool: mx.array,
+    rows: StateRows,
+) -> None:
+    """That the shapes and types fit each other; raises ValueError."""
+    num_rows, key_heads, key_dim = queries.shape
+    value_heads, value_dim = values.shape[1:]
+    if value_heads % key_heads:
+        raise ValueError(f"{value_heads} value heads can't be shared evenly by {key_heads} key heads")
+    wanted = {
+        "keys": (keys, [queries.shape]),
+        "values": (values, [(num_rows, value_heads, value_dim)]),
+        "gates": (gates, [(num_rows, value_heads), (num_rows, value_heads, key_dim)]),
+        "betas": (betas, [(num_rows, value_heads)]),
+    }
+    for name, (array, shapes) in wanted.items():
+        if array.shape not in shapes:
+            raise ValueError(f"{name} have shape {array.shape}; allowed: {' or '.join(map(str, shapes))}")
+    if pool.dtype != mx.float32:
+        raise ValueError(f"the pool is {pool.dtype}; states are float32")
+    rows.check(num_rows, pool, (value_heads, value_dim, key_dim))

@@ -1,0 +1,320 @@
+"""`mamba2`: the selective scan of Mamba-2 over packed rows, with each sequence's state updated in its slot.
+
+For each head, with the state S `[head_dim, state_dim]` in float32 and per token an input x, a step dt = softplus(dt + bias)
+within limits, and B and C that the heads of a group share: S = exp(-exp(A_log) dt) S + dt x B^T; y = S C + D x. (State
+space duality, arXiv 2405.21060.)
+
+Laid out like `gated_delta`: the rows of S are independent. `step` reads and writes each state once, `chunk` keeps it in
+registers through a sequence's tokens; a prefill cut anywhere gives the same bits.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from worker.metal.factory import MetalKernel, dtype_tag
+from worker.metal.gated_delta import simdgroups_together
+from worker.metal.state_rows import StateRows
+
+_LANES = 32
+_MAX_STATE_DIM = 256
+# State rows that a simdgroup of `step` loads before it uses any.
+_STEP_ROWS = 4
+# State elements that a lane of `chunk` keeps in registers.
+_MAX_LANE_ELEMENTS = 32
+# Elements of staged B, and of C: 8 KiB together.
+_TILE_ELEMENTS = 1024
+
+HEADER = r"""
+METAL_FUNC float softplus(float x) {
+  return metal::max(x, 0.0f) + log1p(metal::exp(-metal::abs(x)));
+}
+"""
+
+# Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any.
+STEP_SOURCE = r"""
+  constexpr int EPL = DS / 32;
+  const int sequence = threadgroup_position_in_grid.z;
+  const int head = threadgroup_position_in_grid.y;
+  const int lane = thread_index_in_simdgroup;
+  const int top = (threadgroup_position_in_grid.x * NSG + simdgroup_index_in_threadgroup) * ROWS;
+  const int64_t row = sequences[sequence * 4];
+  const int64_t slot = sequences[sequence * 4 + 2];
+  const bool fresh = sequences[sequence * 4 + 3] != 0;
+  const int64_t mix_at = (row * G + head / (H / G)) * DS + lane * EPL;
+  const int64_t x_at = (row * H + head) * DH + top;
+  if (head == 0 && top == 0 && lane == 0) {
+    token[sequence] = 1;
+  }
+  if (slot < 0) {
+    if (lane < ROWS) {
+      y[x_at + lane] = T(0.0f);
+    }
+    return;
+  }
+  device float* states = (device float*)pool;
+  const int64_t state_at = ((slot * H + head) * DH + top) * DS + lane * EPL;
+
+  float state[ROWS][EPL];
+  for (int r = 0; r < ROWS; r++) {
+    for (int i = 0; i < EPL; i++) {
+      state[r][i] = fresh ? 0.0f : states[state_at + r * DS + i];
+    }
+  }
+  float b[EPL];
+  float c[EPL];
+  for (int i = 0; i < EPL; i++) {
+    b[i] = float(b_rows[mix_at + i]);
+    c[i] = float(c_rows[mix_at + i]);
+  }
+  const float raw = float(dt_rows[row * H + head]) + float(dt_bias[head]);
+  const float dt = metal::min(metal::max(softplus(raw), limits[0]), limits[1]);
+  const float decay = metal::exp(-metal::exp(float(a_log[head])) * dt);
+  const float skip = float(d_skip[head]);
+  for (int r = 0; r < ROWS; r++) {
+    const float x = float(x_rows[x_at + r]);
+    float sum = 0.0f;
+    for (int i = 0; i < EPL; i++) {
+      state[r][i] = decay * state[r][i] + x * dt * b[i];
+      states[state_at + r * DS + i] = state[r][i];
+      sum += state[r][i] * c[i];
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) {
+      y[x_at + r] = T(sum + skip * x);
+    }
+  }
+"""
+
+# Lane `part` of a state row holds groups of four elements, every LPR-th group: no two lanes meet in a bank.
+CHUNK_SOURCE = r"""
+  constexpr int EPL = DS / LPR;
+  constexpr int ROWS = 32 / LPR;
+  const int sequence = threadgroup_position_in_grid.z;
+  const int head = threadgroup_position_in_grid.y;
+  const int part = thread_index_in_simdgroup % LPR;
+  const int in_tile = simdgroup_index_in_threadgroup * ROWS + thread_index_in_simdgroup / LPR;
+  const int top = threadgroup_position_in_grid.x * NSG * ROWS;
+  const int x_row = top + in_tile;
+  const int64_t first = sequences[sequence * 4];
+  const int num_rows = sequences[sequence * 4 + 1];
+  const int64_t slot = sequences[sequence * 4 + 2];
+  const bool fresh = sequences[sequence * 4 + 3] != 0;
+  if (head == 0 && top == 0 && thread_index_in_threadgroup == 0) {
+    token[sequence] = 1;
+  }
+  if (slot < 0) {
+    for (int t = 0; t < num_rows; t++) {
+      if (part == 0) {
+        y[((first + t) * H + head) * DH + x_row] = T(0.0f);
+      }
+    }
+    return;
+  }
+  if (num_rows == 0) {
+    return;
+  }
+  device float* states = (device float*)pool;
+  const int64_t state_at = ((slot * H + head) * DH + x_row) * DS;
+
+  float state[EPL];
+  for (int n = 0; n < EPL; n += 4) {
+    for (int i = 0; i < 4; i++) {
+      state[n + i] = fresh ? 0.0f : states[state_at + n * LPR + part * 4 + i];
+    }
+  }
+  threadgroup float staged_b[TILE * DS];
+  threadgroup float staged_c[TILE * DS];
+  threadgroup float staged_x[TILE * NSG * ROWS];
+  threadgroup float staged_dt[TILE];
+  threadgroup float staged_decay[TILE];
+  const float rate = -metal::exp(float(a_log[head]));
+  const float skip = float(d_skip[head]);
+
+  for (int begin = 0; begin < num_rows; begin += TILE) {
+    const int count = metal::min(int(TILE), num_rows - begin);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = thread_index_in_threadgroup; i < count * DS; i += NSG * 32) {
+      const int64_t row = first + begin + i / DS;
+      const int64_t from = (row * G + head / (H / G)) * DS + i % DS;
+      staged_b[i] = float(b_rows[from]);
+      staged_c[i] = float(c_rows[from]);
+    }
+    for (int i = thread_index_in_threadgroup; i < count * NSG * ROWS; i += NSG * 32) {
+      const int64_t row = first + begin + i / (NSG * ROWS);
+      staged_x[i] = float(x_rows[(row * H + head) * DH + top + i % (NSG * ROWS)]);
+    }
+    for (int i = thread_index_in_threadgroup; i < count; i += NSG * 32) {
+      const float raw = float(dt_rows[(first + begin + i) * H + head]) + float(dt_bias[head]);
+      const float dt = metal::min(metal::max(softplus(raw), limits[0]), limits[1]);
+      staged_dt[i] = dt;
+      staged_decay[i] = metal::exp(rate * dt);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int t = 0; t < count; t++) {
+      const float x = staged_x[t * NSG * ROWS + in_tile];
+      const float decay = staged_decay[t];
+      const float change = x * staged_dt[t];
+      float sum = 0.0f;
+      for (int n = 0; n < EPL; n += 4) {
+        for (int i = 0; i < 4; i++) {
+          const int at = t * DS + n * LPR + part * 4 + i;
+          state[n + i] = decay * state[n + i] + change * staged_b[at];
+          sum += state[n + i] * staged_c[at];
+        }
+      }
+      for (ushort lanes = 1; lanes < LPR; lanes *= 2) {
+        sum += simd_shuffle_xor(sum, lanes);
+      }
+      if (part == 0) {
+        y[((first + begin + t) * H + head) * DH + x_row] = T(sum + skip * x);
+      }
+    }
+  }
+  for (int n = 0; n < EPL; n += 4) {
+    for (int i = 0; i < 4; i++) {
+      states[state_at + n * LPR + part * 4 + i] = state[n + i];
+    }
+  }
+"""
+
+_INPUTS = [
+    "x_rows",
+    "a_log",
+    "b_rows",
+    "c_rows",
+    "d_skip",
+    "dt_rows",
+    "dt_bias",
+    "limits",
+    "sequences",
+    "pool",
+    "after",
+]
+
+
+class Mamba2:
+    """Launches `step` for decode rows, else `chunk`; see README.md for what they read."""
+
+    def __init__(self, metal_kernel: MetalKernel) -> None:
+        self._metal_kernel = metal_kernel
+        self._by_name: dict[str, Any] = {}
+        self._limits: dict[tuple[float, float], mx.array] = {}
+
+    @staticmethod
+    def supports(head_dim: int, state_dim: int) -> bool:
+        """Whether simdgroups share a state of these dimensions evenly."""
+        return state_dim % _LANES == 0 and 0 < state_dim <= _MAX_STATE_DIM and head_dim % 8 == 0 and head_dim > 0
+
+    def __call__(
+        self,
+        x: mx.array,
+        a_log: mx.array,
+        b: mx.array,
+        c: mx.array,
+        d: mx.array,
+        dt: mx.array,
+        dt_bias: mx.array,
+        pool: mx.array,
+        rows: StateRows,
+        after: mx.array,
+        *,
+        time_step_limit: tuple[float, float],
+    ) -> tuple[mx.array, mx.array]:
+        """The outputs `[num_rows, heads, head_dim]` in the type of `x`, and the token of this launch.
+
+        The arguments of mlx-lm's `ssm_update`, for packed rows: `x [num_rows, heads, head_dim]`; `b` and
+        `c [num_rows, groups, state_dim]`; `dt [num_rows, heads]` before bias and softplus; `a_log`, `d` and
+        `dt_bias [heads]`.
+
+        `pool [num_slots, heads, head_dim, state_dim]` float32, evaluated and contiguous, is written in place. `after` is
+        the token of the last launch that read or wrote the pool: it is the order between the two. Raises ValueError for
+        shapes that don't fit and dimensions that aren't supported.
+        """
+        num_rows, heads, head_dim = x.shape
+        _, groups, state_dim = b.shape
+        check_inputs(x, a_log, b, c, d, dt, dt_bias, pool, rows)
+        if not self.supports(head_dim, state_dim):
+            raise ValueError(f"mamba2 runs state_dim 32 to 256 by 32 and head_dim by 8, not {state_dim}, {head_dim}")
+        template: list[tuple[str, Any]] = [
+            ("T", x.dtype),
+            ("H", heads),
+            ("G", groups),
+            ("DH", head_dim),
+            ("DS", state_dim),
+        ]
+        if rows.is_decode:
+            name, rows_a_simdgroup = "step", _STEP_ROWS
+            template.append(("ROWS", _STEP_ROWS))
+        else:
+            lanes_a_row = 4 if state_dim <= 4 * _MAX_LANE_ELEMENTS else 8
+            name, rows_a_simdgroup = "chunk", _LANES // lanes_a_row
+            template += [("LPR", lanes_a_row), ("TILE", _TILE_ELEMENTS // state_dim)]
+        num_simdgroups = head_dim // rows_a_simdgroup
+        together = simdgroups_together(num_simdgroups)
+        y, token = self._kernel(name, dtype_tag(x.dtype))(
+            inputs=[
+                *(mx.contiguous(array) for array in (x, a_log, b, c, d, dt, dt_bias)),
+                self._limit_array(time_step_limit),
+                rows.sequence_array,
+                pool,
+                after,
+            ],
+            output_shapes=[x.shape, (rows.num_sequences,)],
+            output_dtypes=[x.dtype, mx.uint32],
+            grid=(_LANES * num_simdgroups, heads, rows.num_sequences),
+            threadgroup=(_LANES * together, 1, 1),
+            template=[*template, ("NSG", together)],
+        )
+        return y, token
+
+    def _limit_array(self, limits: tuple[float, float]) -> mx.array:
+        if limits not in self._limits:
+            self._limits[limits] = mx.array(limits, mx.float32)
+        return self._limits[limits]
+
+    def _kernel(self, name: str, tag: str) -> Any:
+        full_name = f"cidery_mamba2_{name}_{tag}"
+        if full_name not in self._by_name:
+            self._by_name[full_name] = self._metal_kernel(
+                name=full_name,
+                input_names=_INPUTS,
+                output_names=["y", "token"],
+                source=STEP_SOURCE if name == "step" else CHUNK_SOURCE,
+                header=HEADER,
+                # A silent copy of the pool would swallow the writes.
+                ensure_row_contiguous=False,
+            )
+        return self._by_name[full_name]
+
+
+def check_inputs(
+    x: mx.array,
+    a_log: mx.array,
+    b: mx.array,
+    c: mx.array,
+    d: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    pool: mx.array,
+    rows: StateRows,
+) -> None:
+    """That the shapes and types fit each other; raises ValueError."""
+    num_rows, heads, head_dim = x.shape
+    groups, state_dim = b.shape[1:]
+    if heads % groups:
+        raise ValueError(f"{heads} heads can't be shared evenly by {groups} groups")
+    wanted = {
+        "a_log": (a_log, (heads,)),
+        "b": (b, (num_rows, groups, state_dim)),
+        "c": (c, (num_rows, groups, state_dim)),
+        "d": (d, (heads,)),
+        "dt": (dt, (num_rows, heads)),
+        "dt_bias": (dt_bias, (heads,)),
+    }
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; {shape} is needed")
+    if pool.dtype != mx.float32:
+        raise ValueError(f"the pool is {pool.dtype}; states are float32")
+    rows.check(num_rows, pool, (heads, head_dim, state_dim))
