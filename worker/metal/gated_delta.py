@@ -5,9 +5,10 @@ values v and a rate beta: S = g S; S = S + beta (v - S k) k^T; y = S q. (Gated D
 for each key channel it is the rule of Kimi Delta Attention, arXiv 2510.26692.)
 
 The rows of S are independent of each other, so simdgroups share them. `step` reads and writes each state once, 32 lanes
-along a row. `chunk` keeps the state in registers while it goes through a sequence's tokens, a few lanes a row, so that a
-token costs few shuffles; keys, queries, values and gates come through threadgroup memory, a tile of tokens at a time.
-Tokens are taken one by one, so a prefill cut anywhere gives the same bits.
+along a row. `chunk` keeps the state in registers while it goes through a sequence's tokens, a few lanes a row, so that
+a token costs few shuffles; keys, queries, values and gates come through threadgroup memory, a tile of tokens at a time.
+Tokens are taken one by one, so a prefill cut anywhere gives the same bits. Inputs are read by their strides: values are
+often a slice of what a convolution returned, and a copy costs more than the kernel's arithmetic.
 """
 
 from typing import Any
@@ -37,14 +38,14 @@ STEP_SOURCE = r"""
   const int64_t row = sequences[sequence * 4];
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
-  const int64_t keys_at = (row * HK + head / (HV / HK)) * DK + lane * EPL;
-  const int64_t values_at = (row * HV + head) * DV + top;
+  const int key_head = head / (HV / HK);
+  const int64_t y_at = (row * HV + head) * DV + top;
   if (head == 0 && top == 0 && lane == 0) {
     token[sequence] = 1;
   }
   if (slot < 0) {
     if (lane < ROWS) {
-      y[values_at + lane] = T(0.0f);
+      y[y_at + lane] = T(0.0f);
     }
     return;
   }
@@ -61,18 +62,21 @@ STEP_SOURCE = r"""
   float q[EPL];
   float decay[EPL];
   for (int i = 0; i < EPL; i++) {
-    k[i] = float(keys[keys_at + i]);
-    q[i] = float(queries[keys_at + i]);
-    decay[i] = float(gates[VG ? (row * HV + head) * DK + lane * EPL + i : row * HV + head]);
+    const int64_t at = lane * EPL + i;
+    k[i] = float(keys[row * keys_strides[0] + key_head * keys_strides[1] + at * keys_strides[2]]);
+    q[i] = float(queries[row * queries_strides[0] + key_head * queries_strides[1] + at * queries_strides[2]]);
+    const int64_t gate_at = row * gates_strides[0] + head * gates_strides[1];
+    decay[i] = float(gates[VG ? gate_at + at * gates_strides[2] : gate_at]);
   }
-  const float rate = float(betas[row * HV + head]);
+  const float rate = float(betas[row * betas_strides[0] + head * betas_strides[1]]);
+  const int64_t values_at = row * values_strides[0] + head * values_strides[1];
   for (int r = 0; r < ROWS; r++) {
     float recalled = 0.0f;
     for (int i = 0; i < EPL; i++) {
       state[r][i] *= decay[i];
       recalled += state[r][i] * k[i];
     }
-    const float change = (float(values[values_at + r]) - simd_sum(recalled)) * rate;
+    const float change = (float(values[values_at + (top + r) * values_strides[2]]) - simd_sum(recalled)) * rate;
     float sum = 0.0f;
     for (int i = 0; i < EPL; i++) {
       state[r][i] += k[i] * change;
@@ -81,7 +85,7 @@ STEP_SOURCE = r"""
     }
     sum = simd_sum(sum);
     if (lane == 0) {
-      y[values_at + r] = T(sum);
+      y[y_at + r] = T(sum);
     }
   }
 """
@@ -135,22 +139,24 @@ CHUNK_SOURCE = r"""
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = thread_index_in_threadgroup; i < count * DK; i += NSG * 32) {
       const int64_t row = first + begin + i / DK;
-      const int64_t from = (row * HK + key_head) * DK + i % DK;
-      staged_keys[i] = float(keys[from]);
-      staged_queries[i] = float(queries[from]);
+      const int64_t at = i % DK;
+      staged_keys[i] = float(keys[row * keys_strides[0] + key_head * keys_strides[1] + at * keys_strides[2]]);
+      staged_queries[i] =
+          float(queries[row * queries_strides[0] + key_head * queries_strides[1] + at * queries_strides[2]]);
       if (VG) {
-        staged_gates[i] = float(gates[(row * HV + head) * DK + i % DK]);
+        staged_gates[i] = float(gates[row * gates_strides[0] + head * gates_strides[1] + at * gates_strides[2]]);
       }
     }
     for (int i = thread_index_in_threadgroup; i < count * NSG * ROWS; i += NSG * 32) {
       const int64_t row = first + begin + i / (NSG * ROWS);
-      staged_values[i] = float(values[(row * HV + head) * DV + top + i % (NSG * ROWS)]);
+      const int64_t at = top + i % (NSG * ROWS);
+      staged_values[i] = float(values[row * values_strides[0] + head * values_strides[1] + at * values_strides[2]]);
     }
     for (int i = thread_index_in_threadgroup; i < count; i += NSG * 32) {
       const int64_t row = first + begin + i;
-      staged_betas[i] = float(betas[row * HV + head]);
+      staged_betas[i] = float(betas[row * betas_strides[0] + head * betas_strides[1]]);
       if (!VG) {
-        staged_gates[i] = float(gates[row * HV + head]);
+        staged_gates[i] = float(gates[row * gates_strides[0] + head * gates_strides[1]]);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -249,12 +255,7 @@ class GatedDelta:
         num_simdgroups = value_dim // rows_a_simdgroup
         together = simdgroups_together(num_simdgroups)
         y, token = self._kernel(name, dtype_tag(queries.dtype))(
-            inputs=[
-                *(mx.contiguous(array) for array in (queries, keys, values, gates, betas)),
-                rows.sequence_array,
-                pool,
-                after,
-            ],
+            inputs=[queries, keys, values, gates, betas, rows.sequence_array, pool, after],
             output_shapes=[(num_rows, value_heads, value_dim), (rows.num_sequences,)],
             output_dtypes=[queries.dtype, mx.uint32],
             grid=(_LANES * num_simdgroups, value_heads, rows.num_sequences),

@@ -1,11 +1,11 @@
 """`mamba2`: the selective scan of Mamba-2 over packed rows, with each sequence's state updated in its slot.
 
-For each head, with the state S `[head_dim, state_dim]` in float32 and per token an input x, a step dt = softplus(dt + bias)
-within limits, and B and C that the heads of a group share: S = exp(-exp(A_log) dt) S + dt x B^T; y = S C + D x. (State
-space duality, arXiv 2405.21060.)
+For each head, with the state S `[head_dim, state_dim]` in float32 and per token an input x, a step
+dt = softplus(dt + bias) within limits, and B and C that the heads of a group share:
+S = exp(-exp(A_log) dt) S + dt x B^T; y = S C + D x. (State space duality, arXiv 2405.21060.)
 
 Laid out like `gated_delta`: the rows of S are independent. `step` reads and writes each state once, `chunk` keeps it in
-registers through a sequence's tokens; a prefill cut anywhere gives the same bits.
+registers through a sequence's tokens; a prefill cut anywhere gives the same bits. Inputs are read by their strides.
 """
 
 from typing import Any
@@ -41,14 +41,14 @@ STEP_SOURCE = r"""
   const int64_t row = sequences[sequence * 4];
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
-  const int64_t mix_at = (row * G + head / (H / G)) * DS + lane * EPL;
-  const int64_t x_at = (row * H + head) * DH + top;
+  const int group = head / (H / G);
+  const int64_t y_at = (row * H + head) * DH + top;
   if (head == 0 && top == 0 && lane == 0) {
     token[sequence] = 1;
   }
   if (slot < 0) {
     if (lane < ROWS) {
-      y[x_at + lane] = T(0.0f);
+      y[y_at + lane] = T(0.0f);
     }
     return;
   }
@@ -64,15 +64,17 @@ STEP_SOURCE = r"""
   float b[EPL];
   float c[EPL];
   for (int i = 0; i < EPL; i++) {
-    b[i] = float(b_rows[mix_at + i]);
-    c[i] = float(c_rows[mix_at + i]);
+    const int64_t at = lane * EPL + i;
+    b[i] = float(b_rows[row * b_rows_strides[0] + group * b_rows_strides[1] + at * b_rows_strides[2]]);
+    c[i] = float(c_rows[row * c_rows_strides[0] + group * c_rows_strides[1] + at * c_rows_strides[2]]);
   }
-  const float raw = float(dt_rows[row * H + head]) + float(dt_bias[head]);
+  const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) +
+      float(dt_bias[head * dt_bias_strides[0]]);
   const float dt = metal::min(metal::max(softplus(raw), limits[0]), limits[1]);
-  const float decay = metal::exp(-metal::exp(float(a_log[head])) * dt);
-  const float skip = float(d_skip[head]);
+  const float decay = metal::exp(-metal::exp(float(a_log[head * a_log_strides[0]])) * dt);
+  const float skip = float(d_skip[head * d_skip_strides[0]]);
   for (int r = 0; r < ROWS; r++) {
-    const float x = float(x_rows[x_at + r]);
+    const float x = float(x_rows[row * x_rows_strides[0] + head * x_rows_strides[1] + (top + r) * x_rows_strides[2]]);
     float sum = 0.0f;
     for (int i = 0; i < EPL; i++) {
       state[r][i] = decay * state[r][i] + x * dt * b[i];
@@ -81,7 +83,7 @@ STEP_SOURCE = r"""
     }
     sum = simd_sum(sum);
     if (lane == 0) {
-      y[x_at + r] = T(sum + skip * x);
+      y[y_at + r] = T(sum + skip * x);
     }
   }
 """
@@ -92,6 +94,7 @@ CHUNK_SOURCE = r"""
   constexpr int ROWS = 32 / LPR;
   const int sequence = threadgroup_position_in_grid.z;
   const int head = threadgroup_position_in_grid.y;
+  const int group = head / (H / G);
   const int part = thread_index_in_simdgroup % LPR;
   const int in_tile = simdgroup_index_in_threadgroup * ROWS + thread_index_in_simdgroup / LPR;
   const int top = threadgroup_position_in_grid.x * NSG * ROWS;
@@ -128,24 +131,27 @@ CHUNK_SOURCE = r"""
   threadgroup float staged_x[TILE * NSG * ROWS];
   threadgroup float staged_dt[TILE];
   threadgroup float staged_decay[TILE];
-  const float rate = -metal::exp(float(a_log[head]));
-  const float skip = float(d_skip[head]);
+  const float rate = -metal::exp(float(a_log[head * a_log_strides[0]]));
+  const float skip = float(d_skip[head * d_skip_strides[0]]);
 
   for (int begin = 0; begin < num_rows; begin += TILE) {
     const int count = metal::min(int(TILE), num_rows - begin);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = thread_index_in_threadgroup; i < count * DS; i += NSG * 32) {
       const int64_t row = first + begin + i / DS;
-      const int64_t from = (row * G + head / (H / G)) * DS + i % DS;
-      staged_b[i] = float(b_rows[from]);
-      staged_c[i] = float(c_rows[from]);
+      const int64_t at = i % DS;
+      staged_b[i] = float(b_rows[row * b_rows_strides[0] + group * b_rows_strides[1] + at * b_rows_strides[2]]);
+      staged_c[i] = float(c_rows[row * c_rows_strides[0] + group * c_rows_strides[1] + at * c_rows_strides[2]]);
     }
     for (int i = thread_index_in_threadgroup; i < count * NSG * ROWS; i += NSG * 32) {
       const int64_t row = first + begin + i / (NSG * ROWS);
-      staged_x[i] = float(x_rows[(row * H + head) * DH + top + i % (NSG * ROWS)]);
+      const int64_t at = top + i % (NSG * ROWS);
+      staged_x[i] = float(x_rows[row * x_rows_strides[0] + head * x_rows_strides[1] + at * x_rows_strides[2]]);
     }
     for (int i = thread_index_in_threadgroup; i < count; i += NSG * 32) {
-      const float raw = float(dt_rows[(first + begin + i) * H + head]) + float(dt_bias[head]);
+      const int64_t row = first + begin + i;
+      const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) +
+          float(dt_bias[head * dt_bias_strides[0]]);
       const float dt = metal::min(metal::max(softplus(raw), limits[0]), limits[1]);
       staged_dt[i] = dt;
       staged_decay[i] = metal::exp(rate * dt);
@@ -227,11 +233,11 @@ class Mamba2:
         `c [num_rows, groups, state_dim]`; `dt [num_rows, heads]` before bias and softplus; `a_log`, `d` and
         `dt_bias [heads]`.
 
-        `pool [num_slots, heads, head_dim, state_dim]` float32, evaluated and contiguous, is written in place. `after` is
-        the token of the last launch that read or wrote the pool: it is the order between the two. Raises ValueError for
-        shapes that don't fit and dimensions that aren't supported.
+        `pool [num_slots, heads, head_dim, state_dim]` float32, evaluated and contiguous, is written in place. `after`
+        is the token of the last launch that read or wrote the pool: it is the order between the two. Raises ValueError
+        for shapes that don't fit and dimensions that aren't supported.
         """
-        num_rows, heads, head_dim = x.shape
+        _, heads, head_dim = x.shape
         _, groups, state_dim = b.shape
         check_inputs(x, a_log, b, c, d, dt, dt_bias, pool, rows)
         if not self.supports(head_dim, state_dim):
@@ -252,14 +258,9 @@ class Mamba2:
             template += [("LPR", lanes_a_row), ("TILE", _TILE_ELEMENTS // state_dim)]
         num_simdgroups = head_dim // rows_a_simdgroup
         together = simdgroups_together(num_simdgroups)
+        limits = self._limit_array(time_step_limit)
         y, token = self._kernel(name, dtype_tag(x.dtype))(
-            inputs=[
-                *(mx.contiguous(array) for array in (x, a_log, b, c, d, dt, dt_bias)),
-                self._limit_array(time_step_limit),
-                rows.sequence_array,
-                pool,
-                after,
-            ],
+            inputs=[x, a_log, b, c, d, dt, dt_bias, limits, rows.sequence_array, pool, after],
             output_shapes=[x.shape, (rows.num_sequences,)],
             output_dtypes=[x.dtype, mx.uint32],
             grid=(_LANES * num_simdgroups, heads, rows.num_sequences),

@@ -2,7 +2,8 @@
 
 The convolution of LFM2's layers, and of gated delta net and Mamba before the recurrence (there with SiLU). A thread has
 a few channels of one tile of tokens. Whoever has a sequence's first tile reads the state and replaces it, so nothing
-orders threadgroups; later tiles read the inputs before them again.
+orders threadgroups; later tiles read the inputs before them again. Inputs are read by their strides: they are often a
+slice of a projection.
 """
 
 from typing import Any
@@ -45,15 +46,16 @@ SOURCE = r"""
   float start[VEC];
   for (int c = 0; c < VEC; c++) {
     for (int j = 0; j < K; j++) {
-      weight[j][c] = float(weights[(channel + c) * K + j]);
+      weight[j][c] = float(weights[(channel + c) * weights_strides[0] + j * weights_strides[1]]);
     }
-    start[c] = BIAS ? float(bias[channel + c]) : 0.0f;
+    start[c] = BIAS ? float(bias[(channel + c) * bias_strides[0]]) : 0.0f;
   }
   float window[K][VEC];
   for (int j = 0; j < K - 1; j++) {
     for (int c = 0; c < VEC; c++) {
       if (begin > 0) {
-        window[j][c] = float(inputs[(first + begin - (K - 1) + j) * C + channel + c]);
+        const int64_t row = first + begin - (K - 1) + j;
+        window[j][c] = float(inputs[row * inputs_strides[0] + (channel + c) * inputs_strides[1]]);
       } else {
         window[j][c] = fresh ? 0.0f : float(states[(slot * (K - 1) + j) * C + channel + c]);
       }
@@ -61,7 +63,7 @@ SOURCE = r"""
   }
   for (int t = begin; t < end; t++) {
     for (int c = 0; c < VEC; c++) {
-      window[K - 1][c] = float(inputs[(first + t) * C + channel + c]);
+      window[K - 1][c] = float(inputs[(first + t) * inputs_strides[0] + (channel + c) * inputs_strides[1]]);
       float sum = start[c];
       for (int j = 0; j < K; j++) {
         sum += weight[j][c] * window[j][c];
@@ -78,8 +80,10 @@ SOURCE = r"""
     for (int j = 0; j < K - 1; j++) {
       for (int c = 0; c < VEC; c++) {
         // The window holds a short sequence's last inputs, older ones from the state included.
-        const float last = end < num_rows ? float(inputs[(first + num_rows - (K - 1) + j) * C + channel + c])
-                                          : window[j][c];
+        const int64_t row = first + num_rows - (K - 1) + j;
+        const float last = end < num_rows
+            ? float(inputs[row * inputs_strides[0] + (channel + c) * inputs_strides[1]])
+            : window[j][c];
         states[(slot * (K - 1) + j) * C + channel + c] = S(last);
       }
     }
@@ -120,7 +124,7 @@ class ShortConv:
         type or float32, is written in place. `after` is the token of the last launch that read or wrote the pool: it is
         the order between the two. Raises ValueError for shapes that don't fit and widths that aren't supported.
         """
-        num_rows, channels = inputs.shape
+        _, channels = inputs.shape
         check_inputs(inputs, weights, bias, pool, rows)
         kernel_width = weights.shape[1]
         if not self.supports(kernel_width):
@@ -131,9 +135,9 @@ class ShortConv:
         num_threads = channels // vec
         y, token = self._kernel(f"{dtype_tag(inputs.dtype)}_{dtype_tag(pool.dtype)}")(
             inputs=[
-                mx.contiguous(inputs),
-                mx.contiguous(weights),
-                self._no_bias if bias is None else mx.contiguous(bias),
+                inputs,
+                weights,
+                self._no_bias if bias is None else bias,
                 rows.sequence_array,
                 tiles,
                 pool,

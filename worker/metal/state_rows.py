@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 class StateRows:
     """Rows `[offsets[i], offsets[i + 1])` are the next tokens of the sequence whose state is in block `slots[i]`.
 
-    Shapes: `offsets [num_sequences + 1]` from 0 on, `slots` and `is_fresh [num_sequences]`. A fresh sequence begins with
-    a state of zeros, whatever its slot holds. Slot -1 skips: the sequence's outputs are zero and no state is touched. A
-    sequence without rows is left alone. Raises ValueError where two sequences would write one slot.
+    Shapes: `offsets [num_sequences + 1]` from 0 on, `slots` and `is_fresh [num_sequences]`. A fresh sequence begins
+    with a state of zeros, whatever its slot holds. Slot -1 skips: the sequence's outputs are zero and no state is
+    touched. A sequence without rows is left alone. Raises ValueError where two sequences would write one slot.
     """
 
     offsets: NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Pools and rows for kernels over recurrent states: slots that no sequence owns hold NaN, and so do those of fresh ones."""
+"""Pools and rows for kernels over recurrent states. Slots of nobody hold NaN, and those of fresh sequences too."""
 
 from collections.abc import Sequence
 
@@ -37,6 +37,11 @@ def pool_for(rows: StateRows, state_shape: Sequence[int], dtype: mx.Dtype = mx.f
 def normal(seed: int, *shape: int, dtype: mx.Dtype = mx.float32, scale: float = 1.0) -> mx.array:
     """Seeded, and exactly what the kernel gets."""
     return mx.array((np.random.RandomState(seed).randn(*shape) * scale).astype(np.float32)).astype(dtype)
+
+
+def sliced(array: mx.array) -> mx.array:
+    """The same content as a slice of a wider array: what a split of a projection is."""
+    return mx.concatenate([mx.full(array.shape, float("nan"), array.dtype), array], axis=-1)[..., array.shape[-1] :]
 
 
 def f64(array: mx.array) -> np.ndarray:

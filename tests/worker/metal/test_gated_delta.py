@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
+from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.state_data import (
@@ -17,10 +18,11 @@ from tests.worker.metal.state_data import (
     normal,
     pool_for,
     rows_of,
+    sliced,
 )
 from worker.metal import state_twins
 from worker.metal.gated_delta import GatedDelta
-from worker.metal.state_rows import first_token
+from worker.metal.state_rows import StateRows, first_token
 
 # Decode rows: one, several, one that begins, one that is skipped.
 _STEPS = [
@@ -155,3 +157,28 @@ def test_step_reads_and_writes_each_state_once_and_chunk_too():
         counts = record.buffers["pool"]
         assert counts.bytes_read == counts.bytes_written == state_bytes
         assert record.threadgroup_memory <= 16 * 1024
+
+
+@pytest.mark.parametrize("case", [_STEPS[3], _CHUNKS[0]], ids=str)
+def test_slices_of_a_projection_are_read_where_they_lie(case):
+    inputs, pool, rows = _case(**case)
+    again = copy(pool)
+    run = GatedDelta(MslHost())
+    expected, _ = run(*inputs, pool, rows, first_token())
+    y, _ = run(*map(sliced, inputs), again, rows, first_token())
+    assert np.array_equal(bits(y), bits(expected))
+    assert np.array_equal(bits(again), bits(pool))
+
+
+def test_offsets_into_a_large_pool_are_64_bit():
+    slots = 2**31 // (2 * 32 * 64) + 5
+    for lengths in ([1], [3]):
+        case = {"heads": (1, 2), "dims": (64, 32), "dtype": mx.float32, "by_channel": False, "rows": rows_of(lengths)}
+        inputs, small, rows = _case(**case)
+        far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)
+        start = small[int(rows.slots[0])]
+        pool = SparsePool((slots, 2, 32, 64), mx.float32, {slots - 2: copy(start)})
+        y, _ = GatedDelta(MslHost())(*inputs, pool, far, first_token())
+        expected, _ = GatedDelta(MslHost())(*inputs, small, rows, first_token())
+        assert np.array_equal(bits(y), bits(expected))
+        assert np.array_equal(bits(pool.rows[slots - 2]), bits(small[int(rows.slots[0])]))

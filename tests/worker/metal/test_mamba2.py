@@ -5,12 +5,24 @@ import numpy as np
 import pytest
 from mlx_lm.models.ssm import ssm_attn
 
+from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
-from tests.worker.metal.state_data import SEEDS, TOLERANCE, bits, check_states, copy, f64, normal, pool_for, rows_of
+from tests.worker.metal.state_data import (
+    SEEDS,
+    TOLERANCE,
+    bits,
+    check_states,
+    copy,
+    f64,
+    normal,
+    pool_for,
+    rows_of,
+    sliced,
+)
 from worker.metal import state_twins
 from worker.metal.mamba2 import Mamba2
-from worker.metal.state_rows import first_token
+from worker.metal.state_rows import StateRows, first_token
 
 _LIMIT = (0.001, 0.4)
 _CASES = [
@@ -121,3 +133,26 @@ def test_each_state_is_read_and_written_once():
         counts = record.buffers["pool"]
         assert counts.bytes_read == counts.bytes_written == len(lengths) * pool[0].nbytes
         assert record.threadgroup_memory <= 16 * 1024
+
+
+@pytest.mark.parametrize("case", [_CASES[1], _CASES[3]], ids=str)
+def test_slices_of_a_projection_are_read_where_they_lie(case):
+    inputs, pool, rows = _case(**case)
+    again = copy(pool)
+    run = Mamba2(MslHost())
+    expected, _ = run(*inputs, pool, rows, first_token(), time_step_limit=_LIMIT)
+    y, _ = run(*map(sliced, inputs), again, rows, first_token(), time_step_limit=_LIMIT)
+    assert np.array_equal(bits(y), bits(expected))
+    assert np.array_equal(bits(again), bits(pool))
+
+
+def test_offsets_into_a_large_pool_are_64_bit():
+    slots = 2**31 // (2 * 32 * 64) + 5
+    for lengths in ([1], [3]):
+        inputs, small, rows = _case(heads=(2, 1), dims=(32, 64), dtype=mx.float32, rows=rows_of(lengths))
+        far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)
+        pool = SparsePool((slots, 2, 32, 64), mx.float32, {slots - 2: copy(small[int(rows.slots[0])])})
+        y, _ = Mamba2(MslHost())(*inputs, pool, far, first_token(), time_step_limit=_LIMIT)
+        expected, _ = Mamba2(MslHost())(*inputs, small, rows, first_token(), time_step_limit=_LIMIT)
+        assert np.array_equal(bits(y), bits(expected))
+        assert np.array_equal(bits(pool.rows[slots - 2]), bits(small[int(rows.slots[0])]))

@@ -5,12 +5,24 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
-from tests.worker.metal.state_data import SEEDS, TOLERANCE, bits, check_states, copy, f64, normal, pool_for, rows_of
+from tests.worker.metal.state_data import (
+    SEEDS,
+    TOLERANCE,
+    bits,
+    check_states,
+    copy,
+    f64,
+    normal,
+    pool_for,
+    rows_of,
+    sliced,
+)
 from worker.metal import state_twins
 from worker.metal.short_conv import ShortConv
-from worker.metal.state_rows import first_token
+from worker.metal.state_rows import StateRows, first_token
 
 _F32, _F16, _BF16 = mx.float32, mx.float16, mx.bfloat16
 # Shorter than the window, a tile, a token more, several tiles; decode rows, some that begin or are skipped.
@@ -136,3 +148,26 @@ def test_inputs_before_a_tile_are_all_that_is_read_twice():
     # Two of the three tiles, and the state that the first one leaves.
     assert counts.bytes_read == counts.unique_bytes_read + 3 * 3 * 24 * 4
     assert record.buffers["pool"].bytes_read == record.buffers["pool"].bytes_written == 2 * 3 * 24 * 4
+
+
+@pytest.mark.parametrize("case", [_CASES[1], _CASES[3]], ids=str)
+def test_slices_and_moved_axes_are_read_where_they_lie(case):
+    inputs, weights, bias, pool, rows = _case(**case)
+    again = copy(pool)
+    run = ShortConv(MslHost())
+    expected, _ = run(inputs, weights, bias, pool, rows, first_token(), silu=case["silu"])
+    moved = mx.contiguous(weights.transpose(1, 0, 2)).transpose(1, 0, 2)
+    y, _ = run(sliced(inputs), moved, bias, again, rows, first_token(), silu=case["silu"])
+    assert np.array_equal(bits(y), bits(expected))
+    assert np.array_equal(bits(again), bits(pool))
+
+
+def test_offsets_into_a_large_pool_are_64_bit():
+    inputs, weights, bias, small, rows = _case(24, 4, mx.float32, mx.float32, True, True, rows_of([3]))
+    slots = 2**31 // (3 * 24) + 5
+    far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)
+    pool = SparsePool((slots, 3, 24), mx.float32, {slots - 2: copy(small[int(rows.slots[0])])})
+    y, _ = ShortConv(MslHost())(inputs, weights, bias, pool, far, first_token(), silu=True)
+    expected, _ = ShortConv(MslHost())(inputs, weights, bias, small, rows, first_token(), silu=True)
+    assert np.array_equal(bits(y), bits(expected))
+    assert np.array_equal(bits(pool.rows[slots - 2]), bits(small[int(rows.slots[0])]))
