@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.metal.factory import MetalKernel, dtype_tag
-from worker.metal.state_rows import StateRows
+from worker.metal.state_rows import StateRows, token_or_none
 
 _LANES = 32
 _MAX_KEY_DIM = 256
@@ -40,8 +40,8 @@ STEP_SOURCE = r"""
   const bool fresh = sequences[sequence * 4 + 3] != 0;
   const int key_head = head / (HV / HK);
   const int64_t y_at = (row * HV + head) * DV + top;
-  if (head == 0 && top == 0 && lane == 0) {
-    token[sequence] = 1;
+  if (sequence == 0 && head == 0 && top == 0 && lane == 0) {
+    token[0] = 0;
   }
   if (slot < 0) {
     if (lane < ROWS) {
@@ -105,8 +105,8 @@ CHUNK_SOURCE = r"""
   const int num_rows = sequences[sequence * 4 + 1];
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
-  if (head == 0 && top == 0 && thread_index_in_threadgroup == 0) {
-    token[sequence] = 1;
+  if (sequence == 0 && head == 0 && top == 0 && thread_index_in_threadgroup == 0) {
+    token[0] = 0;
   }
   if (slot < 0) {
     for (int t = 0; t < num_rows; t++) {
@@ -220,7 +220,7 @@ class GatedDelta:
         betas: mx.array,
         pool: mx.array,
         rows: StateRows,
-        after: mx.array,
+        after: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The outputs `[num_rows, value_heads, value_dim]` in the queries' type, and the token of this launch.
 
@@ -229,8 +229,8 @@ class GatedDelta:
         `[num_rows, value_heads, key_dim]`; `betas [num_rows, value_heads]`.
 
         `pool [num_slots, value_heads, value_dim, key_dim]` float32, evaluated and contiguous, is written in place.
-        `after` is the token of the last launch that read or wrote the pool: it is the order between the two. Raises
-        ValueError for shapes that don't fit and dimensions that aren't supported.
+        `after` is the token of the last launch that read or wrote the pool: it alone is the order between the two.
+        Raises ValueError for shapes that don't fit and dimensions that aren't supported.
         """
         num_rows, key_heads, key_dim = queries.shape
         _, value_heads, value_dim = values.shape
@@ -255,9 +255,9 @@ class GatedDelta:
         num_simdgroups = value_dim // rows_a_simdgroup
         together = simdgroups_together(num_simdgroups)
         y, token = self._kernel(name, dtype_tag(queries.dtype))(
-            inputs=[queries, keys, values, gates, betas, rows.sequence_array, pool, after],
-            output_shapes=[(num_rows, value_heads, value_dim), (rows.num_sequences,)],
-            output_dtypes=[queries.dtype, mx.uint32],
+            inputs=[queries, keys, values, gates, betas, rows.sequence_array, pool, token_or_none(after)],
+            output_shapes=[(num_rows, value_heads, value_dim), (1,)],
+            output_dtypes=[queries.dtype, mx.int32],
             grid=(_LANES * num_simdgroups, value_heads, rows.num_sequences),
             threadgroup=(_LANES * together, 1, 1),
             template=[*template, ("NSG", together)],
@@ -297,7 +297,7 @@ def check_inputs(
     value_heads, value_dim = values.shape[1:]
     if value_heads % key_heads:
         raise ValueError(f"{value_heads} value heads can't be shared evenly by {key_heads} key heads")
-    wanted = {
+    wanted: dict[str, tuple[mx.array, list[tuple[int, ...]]]] = {
         "keys": (keys, [queries.shape]),
         "values": (values, [(num_rows, value_heads, value_dim)]),
         "gates": (gates, [(num_rows, value_heads), (num_rows, value_heads, key_dim)]),

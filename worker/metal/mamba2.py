@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.gated_delta import simdgroups_together
-from worker.metal.state_rows import StateRows
+from worker.metal.state_rows import StateRows, token_or_none
 
 _LANES = 32
 _MAX_STATE_DIM = 256
@@ -24,12 +24,6 @@ _STEP_ROWS = 4
 _MAX_LANE_ELEMENTS = 32
 # Elements of staged B, and of C: 8 KiB together.
 _TILE_ELEMENTS = 1024
-
-HEADER = r"""
-METAL_FUNC float softplus(float x) {
-  return metal::max(x, 0.0f) + log1p(metal::exp(-metal::abs(x)));
-}
-"""
 
 # Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any.
 STEP_SOURCE = r"""
@@ -43,8 +37,8 @@ STEP_SOURCE = r"""
   const bool fresh = sequences[sequence * 4 + 3] != 0;
   const int group = head / (H / G);
   const int64_t y_at = (row * H + head) * DH + top;
-  if (head == 0 && top == 0 && lane == 0) {
-    token[sequence] = 1;
+  if (sequence == 0 && head == 0 && top == 0 && lane == 0) {
+    token[0] = 0;
   }
   if (slot < 0) {
     if (lane < ROWS) {
@@ -70,7 +64,8 @@ STEP_SOURCE = r"""
   }
   const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) +
       float(dt_bias[head * dt_bias_strides[0]]);
-  const float dt = metal::min(metal::max(softplus(raw), limits[0]), limits[1]);
+  const float softplus = metal::max(raw, 0.0f) + log1p(metal::exp(-metal::abs(raw)));
+  const float dt = metal::min(metal::max(softplus, limits[0]), limits[1]);
   const float decay = metal::exp(-metal::exp(float(a_log[head * a_log_strides[0]])) * dt);
   const float skip = float(d_skip[head * d_skip_strides[0]]);
   for (int r = 0; r < ROWS; r++) {
@@ -103,8 +98,8 @@ CHUNK_SOURCE = r"""
   const int num_rows = sequences[sequence * 4 + 1];
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
-  if (head == 0 && top == 0 && thread_index_in_threadgroup == 0) {
-    token[sequence] = 1;
+  if (sequence == 0 && head == 0 && top == 0 && thread_index_in_threadgroup == 0) {
+    token[0] = 0;
   }
   if (slot < 0) {
     for (int t = 0; t < num_rows; t++) {
@@ -152,7 +147,8 @@ CHUNK_SOURCE = r"""
       const int64_t row = first + begin + i;
       const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) +
           float(dt_bias[head * dt_bias_strides[0]]);
-      const float dt = metal::min(metal::max(softplus(raw), limits[0]), limits[1]);
+      const float softplus = metal::max(raw, 0.0f) + log1p(metal::exp(-metal::abs(raw)));
+      const float dt = metal::min(metal::max(softplus, limits[0]), limits[1]);
       staged_dt[i] = dt;
       staged_decay[i] = metal::exp(rate * dt);
     }
@@ -223,7 +219,7 @@ class Mamba2:
         dt_bias: mx.array,
         pool: mx.array,
         rows: StateRows,
-        after: mx.array,
+        after: mx.array | None = None,
         *,
         time_step_limit: tuple[float, float],
     ) -> tuple[mx.array, mx.array]:
@@ -260,9 +256,9 @@ class Mamba2:
         together = simdgroups_together(num_simdgroups)
         limits = self._limit_array(time_step_limit)
         y, token = self._kernel(name, dtype_tag(x.dtype))(
-            inputs=[x, a_log, b, c, d, dt, dt_bias, limits, rows.sequence_array, pool, after],
-            output_shapes=[x.shape, (rows.num_sequences,)],
-            output_dtypes=[x.dtype, mx.uint32],
+            inputs=[x, a_log, b, c, d, dt, dt_bias, limits, rows.sequence_array, pool, token_or_none(after)],
+            output_shapes=[x.shape, (1,)],
+            output_dtypes=[x.dtype, mx.int32],
             grid=(_LANES * num_simdgroups, heads, rows.num_sequences),
             threadgroup=(_LANES * together, 1, 1),
             template=[*template, ("NSG", together)],
@@ -282,7 +278,6 @@ class Mamba2:
                 input_names=_INPUTS,
                 output_names=["y", "token"],
                 source=STEP_SOURCE if name == "step" else CHUNK_SOURCE,
-                header=HEADER,
                 # A silent copy of the pool would swallow the writes.
                 ensure_row_contiguous=False,
             )

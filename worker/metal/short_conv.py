@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.metal.factory import MetalKernel, dtype_tag
-from worker.metal.state_rows import StateRows
+from worker.metal.state_rows import StateRows, token_or_none
 
 MAX_KERNEL_WIDTH = 8
 # Tokens of a tile: the inputs before a tile are read twice, 3 for 32 at kernel width 4.
@@ -29,8 +29,8 @@ SOURCE = r"""
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
   const int end = metal::min(begin + int(TILE), num_rows);
-  if (channel == 0) {
-    token[tile] = 1;
+  if (tile == 0 && channel == 0) {
+    token[0] = 0;
   }
   if (slot < 0) {
     for (int t = begin; t < end; t++) {
@@ -111,7 +111,7 @@ class ShortConv:
         bias: mx.array | None,
         pool: mx.array,
         rows: StateRows,
-        after: mx.array,
+        after: mx.array | None = None,
         *,
         silu: bool,
     ) -> tuple[mx.array, mx.array]:
@@ -141,10 +141,10 @@ class ShortConv:
                 rows.sequence_array,
                 tiles,
                 pool,
-                after,
+                token_or_none(after),
             ],
-            output_shapes=[inputs.shape, (tiles.shape[0],)],
-            output_dtypes=[inputs.dtype, mx.uint32],
+            output_shapes=[inputs.shape, (1,)],
+            output_dtypes=[inputs.dtype, mx.int32],
             grid=(num_threads, tiles.shape[0], 1),
             threadgroup=(min(num_threads, _MAX_THREADS), 1, 1),
             template=[

@@ -77,6 +77,6 @@ class StateRows:
             raise ValueError(f"slot {self.slots.max()} is outside of a pool of {pool.shape[0]} states")
 
 
-def first_token() -> mx.array:
-    """What the first launch over a pool comes after."""
-    return mx.zeros(1, mx.uint32)
+def token_or_none(after: mx.array | None) -> mx.array:
+    """The token that a kernel takes: one int32 zero where there is nothing to wait for."""
+    return mx.zeros((1,), mx.int32) if after is None else after

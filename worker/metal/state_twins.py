@@ -8,13 +8,12 @@ take; MLX itself orders the twins.
 from collections.abc import Callable
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from worker.metal import gated_delta as gated_delta_kernel
 from worker.metal import mamba2 as mamba2_kernel
 from worker.metal import short_conv as short_conv_kernel
-from worker.metal.state_rows import StateRows, first_token
+from worker.metal.state_rows import StateRows, token_or_none
 
 # Outputs and next states of some rows: of decode rows one token each, else the tokens of one sequence.
 _Run = Callable[[slice, mx.array], tuple[mx.array, mx.array]]
@@ -28,7 +27,7 @@ def gated_delta(
     betas: mx.array,
     pool: mx.array,
     rows: StateRows,
-    after: mx.array,
+    after: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """As `GatedDelta.__call__`."""
     gated_delta_kernel.check_inputs(queries, keys, values, gates, betas, pool, rows)
@@ -45,7 +44,7 @@ def gated_delta(
         return (states @ q[at][..., None])[..., 0], states
 
     outputs = _run_sequences(advance if rows.is_decode else _token_by_token(advance), pool, rows)
-    return outputs.astype(queries.dtype), first_token()
+    return outputs.astype(queries.dtype), token_or_none(None)
 
 
 def mamba2(
@@ -58,7 +57,7 @@ def mamba2(
     dt_bias: mx.array,
     pool: mx.array,
     rows: StateRows,
-    after: mx.array,
+    after: mx.array | None = None,
     *,
     time_step_limit: tuple[float, float],
 ) -> tuple[mx.array, mx.array]:
@@ -66,7 +65,7 @@ def mamba2(
     mamba2_kernel.check_inputs(x, a_log, b, c, d, dt, dt_bias, pool, rows)
     repeats = x.shape[1] // b.shape[1]
     b, c = (mx.repeat(array.astype(mx.float32), repeats, axis=1) for array in (b, c))
-    steps = mx.clip(nn.softplus(dt.astype(mx.float32) + dt_bias.astype(mx.float32)), *time_step_limit)
+    steps = mx.clip(mx.logaddexp(dt.astype(mx.float32) + dt_bias.astype(mx.float32), 0.0), *time_step_limit)
     decay = mx.exp(-mx.exp(a_log.astype(mx.float32)) * steps)[..., None, None]
     x32 = x.astype(mx.float32)
     change = x32 * steps[..., None]
@@ -77,7 +76,7 @@ def mamba2(
         return (states @ c[at][..., None])[..., 0] + skipped[at], states
 
     outputs = _run_sequences(advance if rows.is_decode else _token_by_token(advance), pool, rows)
-    return outputs.astype(x.dtype), first_token()
+    return outputs.astype(x.dtype), token_or_none(None)
 
 
 def short_conv(
@@ -86,7 +85,7 @@ def short_conv(
     bias: mx.array | None,
     pool: mx.array,
     rows: StateRows,
-    after: mx.array,
+    after: mx.array | None = None,
     *,
     silu: bool,
 ) -> tuple[mx.array, mx.array]:
@@ -102,7 +101,7 @@ def short_conv(
         return outputs.reshape(-1, channels), seen[:, 1 - kernel_width :]
 
     outputs = _run_sequences(convolve, pool, rows)
-    return (nn.silu(outputs) if silu else outputs), first_token()
+    return (outputs * mx.sigmoid(outputs) if silu else outputs), token_or_none(None)
 
 
 def _token_by_token(advance: _Run) -> _Run:

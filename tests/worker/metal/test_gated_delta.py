@@ -22,7 +22,7 @@ from tests.worker.metal.state_data import (
 )
 from worker.metal import state_twins
 from worker.metal.gated_delta import GatedDelta
-from worker.metal.state_rows import StateRows, first_token
+from worker.metal.state_rows import StateRows
 
 # Decode rows: one, several, one that begins, one that is skipped.
 _STEPS = [
@@ -103,7 +103,7 @@ def _compiled():
     with host.compiling_ahead():
         for case in _STEPS + _CHUNKS:
             inputs, pool, rows = _case(**case)
-            GatedDelta(host)(*inputs, pool, rows, first_token())
+            GatedDelta(host)(*inputs, pool, rows)
 
 
 @pytest.mark.parametrize("case", _STEPS + _CHUNKS, ids=str)
@@ -112,7 +112,7 @@ def test_outputs_and_states_are_those_of_the_recurrence(which, case):
     inputs, pool, rows = _case(**case)
     before = copy(pool)
     run = GatedDelta(MslHost(seeds=SEEDS)) if which == "kernel" else state_twins.gated_delta
-    y, _ = run(*inputs, pool, rows, first_token())
+    y, _ = run(*inputs, pool, rows)
     expected, states = _reference(inputs, before, rows)
     assert y.dtype == case["dtype"]
     assert np.abs(f64(y) - expected).max() < TOLERANCE[case["dtype"]]
@@ -123,7 +123,7 @@ def test_twin_is_what_mlx_lm_computes():
     case = {"heads": (2, 4), "dims": (64, 32), "dtype": mx.float32, "by_channel": True, "rows": rows_of([12, 5])}
     inputs, pool, rows = _case(**case)
     before = copy(pool)
-    y, _ = state_twins.gated_delta(*inputs, pool, rows, first_token())
+    y, _ = state_twins.gated_delta(*inputs, pool, rows)
     for first, last, slot in zip(rows.offsets, rows.offsets[1:], rows.slots, strict=False):
         q, k, v, g, beta = (array[None, first:last] for array in inputs)
         theirs, state = gated_delta_ops(q, k, v, g, beta, before[int(slot)][None])
@@ -137,8 +137,8 @@ def test_prefill_cut_in_two_gives_the_same_bits(cut):
     inputs, pool, rows = _case(**case)
     parts = copy(pool)
     host = MslHost()
-    whole, _ = GatedDelta(host)(*inputs, pool, rows, first_token())
-    token, outputs = first_token(), []
+    whole, _ = GatedDelta(host)(*inputs, pool, rows)
+    token, outputs = None, []
     for part, lengths in ((slice(0, cut), [cut, 0]), (slice(cut, 39), [38 - cut, 1])):
         y, token = GatedDelta(host)(*(array[part] for array in inputs), parts, rows_of(lengths), token)
         outputs.append(y)
@@ -151,7 +151,7 @@ def test_step_reads_and_writes_each_state_once_and_chunk_too():
         case = {"heads": (2, 4), "dims": (64, 64), "dtype": mx.float32, "by_channel": False, "rows": rows_of(lengths)}
         inputs, pool, rows = _case(**case)
         host = MslHost()
-        GatedDelta(host)(*inputs, pool, rows, first_token())
+        GatedDelta(host)(*inputs, pool, rows)
         (record,) = host.records
         state_bytes = len(lengths) * pool[0].nbytes
         counts = record.buffers["pool"]
@@ -164,8 +164,8 @@ def test_slices_of_a_projection_are_read_where_they_lie(case):
     inputs, pool, rows = _case(**case)
     again = copy(pool)
     run = GatedDelta(MslHost())
-    expected, _ = run(*inputs, pool, rows, first_token())
-    y, _ = run(*map(sliced, inputs), again, rows, first_token())
+    expected, _ = run(*inputs, pool, rows)
+    y, _ = run(*map(sliced, inputs), again, rows)
     assert np.array_equal(bits(y), bits(expected))
     assert np.array_equal(bits(again), bits(pool))
 
@@ -178,7 +178,7 @@ def test_offsets_into_a_large_pool_are_64_bit():
         far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)
         start = small[int(rows.slots[0])]
         pool = SparsePool((slots, 2, 32, 64), mx.float32, {slots - 2: copy(start)})
-        y, _ = GatedDelta(MslHost())(*inputs, pool, far, first_token())
-        expected, _ = GatedDelta(MslHost())(*inputs, small, rows, first_token())
+        y, _ = GatedDelta(MslHost())(*inputs, pool, far)
+        expected, _ = GatedDelta(MslHost())(*inputs, small, rows)
         assert np.array_equal(bits(y), bits(expected))
         assert np.array_equal(bits(pool.rows[slots - 2]), bits(small[int(rows.slots[0])]))

@@ -22,7 +22,7 @@ from tests.worker.metal.state_data import (
 )
 from worker.metal import state_twins
 from worker.metal.mamba2 import Mamba2
-from worker.metal.state_rows import StateRows, first_token
+from worker.metal.state_rows import StateRows
 
 _LIMIT = (0.001, 0.4)
 _CASES = [
@@ -77,7 +77,7 @@ def _compiled():
     with host.compiling_ahead():
         for case in _CASES:
             inputs, pool, rows = _case(**case)
-            Mamba2(host)(*inputs, pool, rows, first_token(), time_step_limit=_LIMIT)
+            Mamba2(host)(*inputs, pool, rows, time_step_limit=_LIMIT)
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
@@ -86,7 +86,7 @@ def test_outputs_and_states_are_those_of_the_scan(which, case):
     inputs, pool, rows = _case(**case)
     before = copy(pool)
     run = Mamba2(MslHost(seeds=SEEDS)) if which == "kernel" else state_twins.mamba2
-    y, _ = run(*inputs, pool, rows, first_token(), time_step_limit=_LIMIT)
+    y, _ = run(*inputs, pool, rows, time_step_limit=_LIMIT)
     expected, states = _reference(inputs, before, rows)
     assert y.dtype == case["dtype"]
     # Half precision rounds outputs of up to 8.
@@ -98,7 +98,7 @@ def test_outputs_and_states_are_those_of_the_scan(which, case):
 def test_twin_is_what_mlx_lm_computes(limit):
     inputs, pool, rows = _case(heads=(4, 2), dims=(32, 64), dtype=mx.float32, rows=rows_of([12, 5]))
     before = copy(pool)
-    y, _ = state_twins.mamba2(*inputs, pool, rows, first_token(), time_step_limit=limit)
+    y, _ = state_twins.mamba2(*inputs, pool, rows, time_step_limit=limit)
     x, a_log, b, c, d, dt, dt_bias = inputs
     for first, last, slot in zip(rows.offsets, rows.offsets[1:], rows.slots, strict=False):
         part = [array[None, first:last] for array in (x, b, c, dt)]
@@ -113,8 +113,8 @@ def test_prefill_cut_in_two_gives_the_same_bits(cut):
     parts = copy(pool)
     host = MslHost()
     run = Mamba2(host)
-    whole, _ = run(*inputs, pool, rows, first_token(), time_step_limit=_LIMIT)
-    token, outputs = first_token(), []
+    whole, _ = run(*inputs, pool, rows, time_step_limit=_LIMIT)
+    token, outputs = None, []
     x, a_log, b, c, d, dt, dt_bias = inputs
     for part, lengths in ((slice(0, cut), [cut, 0]), (slice(cut, 39), [38 - cut, 1])):
         arguments = (x[part], a_log, b[part], c[part], d, dt[part], dt_bias)
@@ -128,7 +128,7 @@ def test_each_state_is_read_and_written_once():
     for lengths in ([1, 1, 1], [20, 9]):
         inputs, pool, rows = _case(heads=(4, 2), dims=(32, 64), dtype=mx.float32, rows=rows_of(lengths))
         host = MslHost()
-        Mamba2(host)(*inputs, pool, rows, first_token(), time_step_limit=_LIMIT)
+        Mamba2(host)(*inputs, pool, rows, time_step_limit=_LIMIT)
         (record,) = host.records
         counts = record.buffers["pool"]
         assert counts.bytes_read == counts.bytes_written == len(lengths) * pool[0].nbytes
@@ -140,8 +140,8 @@ def test_slices_of_a_projection_are_read_where_they_lie(case):
     inputs, pool, rows = _case(**case)
     again = copy(pool)
     run = Mamba2(MslHost())
-    expected, _ = run(*inputs, pool, rows, first_token(), time_step_limit=_LIMIT)
-    y, _ = run(*map(sliced, inputs), again, rows, first_token(), time_step_limit=_LIMIT)
+    expected, _ = run(*inputs, pool, rows, time_step_limit=_LIMIT)
+    y, _ = run(*map(sliced, inputs), again, rows, time_step_limit=_LIMIT)
     assert np.array_equal(bits(y), bits(expected))
     assert np.array_equal(bits(again), bits(pool))
 
@@ -152,7 +152,7 @@ def test_offsets_into_a_large_pool_are_64_bit():
         inputs, small, rows = _case(heads=(2, 1), dims=(32, 64), dtype=mx.float32, rows=rows_of(lengths))
         far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)
         pool = SparsePool((slots, 2, 32, 64), mx.float32, {slots - 2: copy(small[int(rows.slots[0])])})
-        y, _ = Mamba2(MslHost())(*inputs, pool, far, first_token(), time_step_limit=_LIMIT)
-        expected, _ = Mamba2(MslHost())(*inputs, small, rows, first_token(), time_step_limit=_LIMIT)
+        y, _ = Mamba2(MslHost())(*inputs, pool, far, time_step_limit=_LIMIT)
+        expected, _ = Mamba2(MslHost())(*inputs, small, rows, time_step_limit=_LIMIT)
         assert np.array_equal(bits(y), bits(expected))
         assert np.array_equal(bits(pool.rows[slots - 2]), bits(small[int(rows.slots[0])]))

@@ -22,7 +22,7 @@ from tests.worker.metal.state_data import (
 )
 from worker.metal import state_twins
 from worker.metal.short_conv import ShortConv
-from worker.metal.state_rows import StateRows, first_token
+from worker.metal.state_rows import StateRows
 
 _F32, _F16, _BF16 = mx.float32, mx.float16, mx.bfloat16
 # Shorter than the window, a tile, a token more, several tiles; decode rows, some that begin or are skipped.
@@ -96,7 +96,7 @@ def _compiled():
     host = MslHost()
     with host.compiling_ahead():
         for case in _CASES:
-            ShortConv(host)(*_case(**case), first_token(), silu=case["silu"])
+            ShortConv(host)(*_case(**case), silu=case["silu"])
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
@@ -105,7 +105,7 @@ def test_outputs_and_states_are_those_of_the_convolution(which, case):
     inputs, weights, bias, pool, rows = _case(**case)
     before = copy(pool)
     run = ShortConv(MslHost(seeds=SEEDS)) if which == "kernel" else state_twins.short_conv
-    y, _ = run(inputs, weights, bias, pool, rows, first_token(), silu=case["silu"])
+    y, _ = run(inputs, weights, bias, pool, rows, silu=case["silu"])
     expected, states = _reference(inputs, weights, bias, before, rows, case["silu"])
     assert y.dtype == case["dtype"]
     assert np.abs(f64(y) - expected).max() < TOLERANCE[case["dtype"]] * max(1.0, np.abs(expected).max())
@@ -116,7 +116,7 @@ def test_outputs_and_states_are_those_of_the_convolution(which, case):
 def test_twin_is_what_mlx_lm_computes():
     inputs, weights, _, pool, rows = _case(24, 4, mx.float32, mx.float32, False, True, rows_of([12, 2]))
     before = copy(pool)
-    y, _ = state_twins.short_conv(inputs, weights, None, pool, rows, first_token(), silu=True)
+    y, _ = state_twins.short_conv(inputs, weights, None, pool, rows, silu=True)
     conv = nn.Conv1d(24, 24, 4, groups=24, bias=False)
     conv.weight = weights
     for first, last, slot in zip(rows.offsets, rows.offsets[1:], rows.slots, strict=False):
@@ -130,8 +130,8 @@ def test_prefill_cut_in_two_gives_the_same_bits(cut):
     inputs, weights, bias, pool, rows = _case(24, 4, mx.float32, mx.float32, True, True, rows_of([70, 1]))
     parts = copy(pool)
     run = ShortConv(MslHost())
-    whole, _ = run(inputs, weights, bias, pool, rows, first_token(), silu=True)
-    token, outputs = first_token(), []
+    whole, _ = run(inputs, weights, bias, pool, rows, silu=True)
+    token, outputs = None, []
     for part, lengths in ((slice(0, cut), [cut, 0]), (slice(cut, 71), [70 - cut, 1])):
         y, token = run(inputs[part], weights, bias, parts, rows_of(lengths), token, silu=True)
         outputs.append(y)
@@ -142,7 +142,7 @@ def test_prefill_cut_in_two_gives_the_same_bits(cut):
 def test_inputs_before_a_tile_are_all_that_is_read_twice():
     inputs, weights, bias, pool, rows = _case(24, 4, mx.float32, mx.float32, True, True, rows_of([70, 1]))
     host = MslHost()
-    ShortConv(host)(inputs, weights, bias, pool, rows, first_token(), silu=True)
+    ShortConv(host)(inputs, weights, bias, pool, rows, silu=True)
     (record,) = host.records
     counts = record.buffers["inputs"]
     # Two of the three tiles, and the state that the first one leaves.
@@ -155,9 +155,9 @@ def test_slices_and_moved_axes_are_read_where_they_lie(case):
     inputs, weights, bias, pool, rows = _case(**case)
     again = copy(pool)
     run = ShortConv(MslHost())
-    expected, _ = run(inputs, weights, bias, pool, rows, first_token(), silu=case["silu"])
+    expected, _ = run(inputs, weights, bias, pool, rows, silu=case["silu"])
     moved = mx.contiguous(weights.transpose(1, 0, 2)).transpose(1, 0, 2)
-    y, _ = run(sliced(inputs), moved, bias, again, rows, first_token(), silu=case["silu"])
+    y, _ = run(sliced(inputs), moved, bias, again, rows, silu=case["silu"])
     assert np.array_equal(bits(y), bits(expected))
     assert np.array_equal(bits(again), bits(pool))
 
@@ -167,7 +167,7 @@ def test_offsets_into_a_large_pool_are_64_bit():
     slots = 2**31 // (3 * 24) + 5
     far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)
     pool = SparsePool((slots, 3, 24), mx.float32, {slots - 2: copy(small[int(rows.slots[0])])})
-    y, _ = ShortConv(MslHost())(inputs, weights, bias, pool, far, first_token(), silu=True)
-    expected, _ = ShortConv(MslHost())(inputs, weights, bias, small, rows, first_token(), silu=True)
+    y, _ = ShortConv(MslHost())(inputs, weights, bias, pool, far, silu=True)
+    expected, _ = ShortConv(MslHost())(inputs, weights, bias, small, rows, silu=True)
     assert np.array_equal(bits(y), bits(expected))
     assert np.array_equal(bits(pool.rows[slots - 2]), bits(small[int(rows.slots[0])]))
