@@ -28,17 +28,19 @@ _MAX_LANE_ELEMENTS = 32
 # Elements of staged keys: with queries and gates of each channel, at most 12 KiB.
 _TILE_ELEMENTS = 1024
 
-# Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any.
+# Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any. As
+# y = S q after the change is (S q before it) + change (k q), both sums over S are taken at once.
 STEP_SOURCE = r"""
-  constexpr int EPL = DK / 32;
+  typedef vec<float, VEC> Vec;
+  constexpr int PARTS = DK / (32 * VEC);
   const int sequence = threadgroup_position_in_grid.z;
   const int head = threadgroup_position_in_grid.y;
+  const int key_head = head / (HV / HK);
   const int lane = thread_index_in_simdgroup;
   const int top = (threadgroup_position_in_grid.x * NSG + simdgroup_index_in_threadgroup) * ROWS;
   const int64_t row = sequences[sequence * 4];
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
-  const int key_head = head / (HV / HK);
   const int64_t y_at = (row * HV + head) * DV + top;
   if (sequence == 0 && head == 0 && top == 0 && lane == 0) {
     token[0] = 0;
@@ -49,58 +51,67 @@ STEP_SOURCE = r"""
     }
     return;
   }
-  device float* states = (device float*)pool;
-  const int64_t state_at = ((slot * HV + head) * DV + top) * DK + lane * EPL;
+  device Vec* states = (device Vec*)pool + ((slot * HV + head) * DV + top) * (DK / VEC) + lane;
 
-  float state[ROWS][EPL];
+  Vec state[ROWS][PARTS];
   for (int r = 0; r < ROWS; r++) {
-    for (int i = 0; i < EPL; i++) {
-      state[r][i] = fresh ? 0.0f : states[state_at + r * DK + i];
+    for (int n = 0; n < PARTS; n++) {
+      state[r][n] = fresh ? Vec(0.0f) : states[r * (DK / VEC) + n * 32];
     }
   }
-  float k[EPL];
-  float q[EPL];
-  float decay[EPL];
-  for (int i = 0; i < EPL; i++) {
-    const int64_t at = lane * EPL + i;
-    k[i] = float(keys[row * keys_strides[0] + key_head * keys_strides[1] + at * keys_strides[2]]);
-    q[i] = float(queries[row * queries_strides[0] + key_head * queries_strides[1] + at * queries_strides[2]]);
-    const int64_t gate_at = row * gates_strides[0] + head * gates_strides[1];
-    decay[i] = float(gates[VG ? gate_at + at * gates_strides[2] : gate_at]);
+  Vec k[PARTS];
+  Vec recalled[ROWS];
+  Vec sums[ROWS];
+  Vec products = Vec(0.0f);
+  for (int r = 0; r < ROWS; r++) {
+    recalled[r] = Vec(0.0f);
+    sums[r] = Vec(0.0f);
+  }
+  const int64_t gates_at = row * gates_strides[0] + head * gates_strides[1];
+  for (int n = 0; n < PARTS; n++) {
+    Vec q;
+    Vec decay;
+    for (int i = 0; i < VEC; i++) {
+      const int64_t at = (n * 32 + lane) * VEC + i;
+      k[n][i] = float(keys[row * keys_strides[0] + key_head * keys_strides[1] + at * keys_strides[2]]);
+      q[i] = float(queries[row * queries_strides[0] + key_head * queries_strides[1] + at * queries_strides[2]]);
+      decay[i] = float(gates[VG ? gates_at + at * gates_strides[2] : gates_at]);
+    }
+    products += k[n] * q;
+    for (int r = 0; r < ROWS; r++) {
+      state[r][n] *= decay;
+      recalled[r] += state[r][n] * k[n];
+      sums[r] += state[r][n] * q;
+    }
   }
   const float rate = float(betas[row * betas_strides[0] + head * betas_strides[1]]);
+  const float product = simd_sum(dot(products, Vec(1.0f)));
   const int64_t values_at = row * values_strides[0] + head * values_strides[1];
   for (int r = 0; r < ROWS; r++) {
-    float recalled = 0.0f;
-    for (int i = 0; i < EPL; i++) {
-      state[r][i] *= decay[i];
-      recalled += state[r][i] * k[i];
+    const float value = float(values[values_at + (top + r) * values_strides[2]]);
+    const float change = (value - simd_sum(dot(recalled[r], Vec(1.0f)))) * rate;
+    const float sum = simd_sum(dot(sums[r], Vec(1.0f)));
+    for (int n = 0; n < PARTS; n++) {
+      states[r * (DK / VEC) + n * 32] = state[r][n] + k[n] * change;
     }
-    const float change = (float(values[values_at + (top + r) * values_strides[2]]) - simd_sum(recalled)) * rate;
-    float sum = 0.0f;
-    for (int i = 0; i < EPL; i++) {
-      state[r][i] += k[i] * change;
-      states[state_at + r * DK + i] = state[r][i];
-      sum += state[r][i] * q[i];
-    }
-    sum = simd_sum(sum);
     if (lane == 0) {
-      y[y_at + r] = T(sum);
+      y[y_at + r] = T(sum + change * product);
     }
   }
 """
 
 # Lane `part` of a state row holds groups of four elements, every LPR-th group: no two lanes meet in a bank.
 CHUNK_SOURCE = r"""
-  constexpr int EPL = DK / LPR;
+  constexpr int GROUPS = DK / 4;
+  constexpr int PARTS = GROUPS / LPR;
   constexpr int ROWS = 32 / LPR;
   const int sequence = threadgroup_position_in_grid.z;
   const int head = threadgroup_position_in_grid.y;
   const int key_head = head / (HV / HK);
-  const int part = thread_index_in_simdgroup % LPR;
-  const int in_tile = simdgroup_index_in_threadgroup * ROWS + thread_index_in_simdgroup / LPR;
+  const int lane = thread_index_in_simdgroup;
+  const int part = lane % LPR;
+  const int in_tile = simdgroup_index_in_threadgroup * ROWS + lane / LPR;
   const int top = threadgroup_position_in_grid.x * NSG * ROWS;
-  const int value_row = top + in_tile;
   const int64_t first = sequences[sequence * 4];
   const int num_rows = sequences[sequence * 4 + 1];
   const int64_t slot = sequences[sequence * 4 + 2];
@@ -111,7 +122,7 @@ CHUNK_SOURCE = r"""
   if (slot < 0) {
     for (int t = 0; t < num_rows; t++) {
       if (part == 0) {
-        y[((first + t) * HV + head) * DV + value_row] = T(0.0f);
+        y[((first + t) * HV + head) * DV + top + in_tile] = T(0.0f);
       }
     }
     return;
@@ -119,32 +130,44 @@ CHUNK_SOURCE = r"""
   if (num_rows == 0) {
     return;
   }
-  device float* states = (device float*)pool;
-  const int64_t state_at = ((slot * HV + head) * DV + value_row) * DK;
+  device float4* states = (device float4*)pool + ((slot * HV + head) * DV + top + in_tile) * GROUPS + part;
 
-  float state[EPL];
-  for (int n = 0; n < EPL; n += 4) {
-    for (int i = 0; i < 4; i++) {
-      state[n + i] = fresh ? 0.0f : states[state_at + n * LPR + part * 4 + i];
-    }
+  float4 state[PARTS];
+  for (int n = 0; n < PARTS; n++) {
+    state[n] = fresh ? float4(0.0f) : states[n * LPR];
   }
-  threadgroup float staged_keys[TILE * DK];
-  threadgroup float staged_queries[TILE * DK];
+  threadgroup float4 staged_keys[TILE * GROUPS];
+  threadgroup float4 staged_queries[TILE * GROUPS];
+  threadgroup float4 staged_gates[VG ? TILE * GROUPS : TILE];
   threadgroup float staged_values[TILE * NSG * ROWS];
-  threadgroup float staged_gates[VG ? TILE * DK : TILE];
   threadgroup float staged_betas[TILE];
+  threadgroup float staged_products[TILE];
 
   for (int begin = 0; begin < num_rows; begin += TILE) {
     const int count = metal::min(int(TILE), num_rows - begin);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = thread_index_in_threadgroup; i < count * DK; i += NSG * 32) {
-      const int64_t row = first + begin + i / DK;
-      const int64_t at = i % DK;
-      staged_keys[i] = float(keys[row * keys_strides[0] + key_head * keys_strides[1] + at * keys_strides[2]]);
-      staged_queries[i] =
-          float(queries[row * queries_strides[0] + key_head * queries_strides[1] + at * queries_strides[2]]);
-      if (VG) {
-        staged_gates[i] = float(gates[row * gates_strides[0] + head * gates_strides[1] + at * gates_strides[2]]);
+    for (int t = simdgroup_index_in_threadgroup; t < count; t += NSG) {
+      const int64_t row = first + begin + t;
+      const int64_t gates_at = row * gates_strides[0] + head * gates_strides[1];
+      float product = 0.0f;
+      for (int64_t at = lane; at < DK; at += 32) {
+        const float k = float(keys[row * keys_strides[0] + key_head * keys_strides[1] + at * keys_strides[2]]);
+        const float q =
+            float(queries[row * queries_strides[0] + key_head * queries_strides[1] + at * queries_strides[2]]);
+        ((threadgroup float*)staged_keys)[t * DK + at] = k;
+        ((threadgroup float*)staged_queries)[t * DK + at] = q;
+        if (VG) {
+          ((threadgroup float*)staged_gates)[t * DK + at] = float(gates[gates_at + at * gates_strides[2]]);
+        }
+        product += k * q;
+      }
+      product = simd_sum(product);
+      if (lane == 0) {
+        staged_products[t] = product;
+        staged_betas[t] = float(betas[row * betas_strides[0] + head * betas_strides[1]]);
+        if (!VG) {
+          staged_gates[t] = float4(float(gates[gates_at]));
+        }
       }
     }
     for (int i = thread_index_in_threadgroup; i < count * NSG * ROWS; i += NSG * 32) {
@@ -152,47 +175,33 @@ CHUNK_SOURCE = r"""
       const int64_t at = top + i % (NSG * ROWS);
       staged_values[i] = float(values[row * values_strides[0] + head * values_strides[1] + at * values_strides[2]]);
     }
-    for (int i = thread_index_in_threadgroup; i < count; i += NSG * 32) {
-      const int64_t row = first + begin + i;
-      staged_betas[i] = float(betas[row * betas_strides[0] + head * betas_strides[1]]);
-      if (!VG) {
-        staged_gates[i] = float(gates[row * gates_strides[0] + head * gates_strides[1]]);
-      }
-    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int t = 0; t < count; t++) {
-      float recalled = 0.0f;
-      for (int n = 0; n < EPL; n += 4) {
-        for (int i = 0; i < 4; i++) {
-          const int at = t * DK + n * LPR + part * 4 + i;
-          state[n + i] *= staged_gates[VG ? at : t];
-          recalled += state[n + i] * staged_keys[at];
-        }
+      float4 recalled = float4(0.0f);
+      float4 sums = float4(0.0f);
+      float4 k[PARTS];
+      for (int n = 0; n < PARTS; n++) {
+        const int at = t * GROUPS + n * LPR + part;
+        k[n] = staged_keys[at];
+        state[n] *= staged_gates[VG ? at : t];
+        recalled += state[n] * k[n];
+        sums += state[n] * staged_queries[at];
       }
+      float2 both = float2(dot(recalled, float4(1.0f)), dot(sums, float4(1.0f)));
       for (ushort lanes = 1; lanes < LPR; lanes *= 2) {
-        recalled += simd_shuffle_xor(recalled, lanes);
+        both += simd_shuffle_xor(both, lanes);
       }
-      const float change = (staged_values[t * NSG * ROWS + in_tile] - recalled) * staged_betas[t];
-      float sum = 0.0f;
-      for (int n = 0; n < EPL; n += 4) {
-        for (int i = 0; i < 4; i++) {
-          const int at = t * DK + n * LPR + part * 4 + i;
-          state[n + i] += staged_keys[at] * change;
-          sum += state[n + i] * staged_queries[at];
-        }
-      }
-      for (ushort lanes = 1; lanes < LPR; lanes *= 2) {
-        sum += simd_shuffle_xor(sum, lanes);
+      const float change = (staged_values[t * NSG * ROWS + in_tile] - both.x) * staged_betas[t];
+      for (int n = 0; n < PARTS; n++) {
+        state[n] += k[n] * change;
       }
       if (part == 0) {
-        y[((first + begin + t) * HV + head) * DV + value_row] = T(sum);
+        y[((first + begin + t) * HV + head) * DV + top + in_tile] = T(both.y + change * staged_products[t]);
       }
     }
   }
-  for (int n = 0; n < EPL; n += 4) {
-    for (int i = 0; i < 4; i++) {
-      states[state_at + n * LPR + part * 4 + i] = state[n + i];
-    }
+  for (int n = 0; n < PARTS; n++) {
+    states[n * LPR] = state[n];
   }
 """
 
@@ -200,7 +209,7 @@ _INPUTS = ["queries", "keys", "values", "gates", "betas", "sequences", "pool", "
 
 
 class GatedDelta:
-    """Launches `step` for decode rows, else `chunk`; see README.md for what they read."""
+    """Launches `step` for decode rows of even key_dim / 32, else `chunk`; see README.md for what they read."""
 
     def __init__(self, metal_kernel: MetalKernel) -> None:
         self._metal_kernel = metal_kernel
@@ -245,9 +254,9 @@ class GatedDelta:
             ("DV", value_dim),
             ("VG", gates.ndim == 3),
         ]
-        if rows.is_decode:
+        if rows.is_decode and key_dim % (2 * _LANES) == 0:
             name, rows_a_simdgroup = "step", _STEP_ROWS
-            template.append(("ROWS", _STEP_ROWS))
+            template += [("ROWS", _STEP_ROWS), ("VEC", 4 if key_dim % (4 * _LANES) == 0 else 2)]
         else:
             lanes_a_row = 4 if key_dim <= 4 * _MAX_LANE_ELEMENTS else 8
             name, rows_a_simdgroup = "chunk", _LANES // lanes_a_row

@@ -25,14 +25,15 @@ _SHAPES = [
 
 
 @pytest.fixture(scope="module")
-def _compiled():
+def compiled():
     require_toolchain()
     host = MslHost()
     with host.compiling_ahead():
         choose_state_kernels(_SHAPES, host)
 
 
-def test_kernels_that_agree_with_their_twins_run(_compiled, caplog):
+@pytest.mark.usefixtures("compiled")
+def test_kernels_that_agree_with_their_twins_run(caplog):
     """A whole chain of launches for each shape of layer."""
     host = MslHost()
     assert choose_state_kernels(_SHAPES, host).name == "metal gated_delta, mamba2, short_conv"
@@ -40,7 +41,8 @@ def test_kernels_that_agree_with_their_twins_run(_compiled, caplog):
     assert caplog.text == ""
 
 
-def test_each_kernel_gives_way_by_itself(_compiled, caplog):
+@pytest.mark.usefixtures("compiled")
+def test_each_kernel_gives_way_by_itself(caplog):
     """Here two of them write what they may not; a model without such layers needs none of them."""
     host = MslHost(in_place={"cidery_mamba2": ("pool",)})
     chosen = choose_state_kernels(_SHAPES, host)
@@ -198,9 +200,11 @@ def test_short_conv_refuses_what_does_not_fit(launch):
 
 
 def test_dimensions_that_a_kernel_can_not_run_are_refused():
-    rows = rows_of([2])
+    changes = {name: normal(1, 2, 1, 40) for name in ("queries", "keys")}
+    arguments = _gated_delta({**changes, "pool": mx.zeros((4, 2, 8, 40))})
     with pytest.raises(ValueError, match="key_dim 32 to 256 by 32"):
-        changes = {name: normal(1, 2, 1, 40) for name in ("queries", "keys")}
-        GatedDelta(MslHost())(**_gated_delta({**changes, "pool": mx.zeros((4, 2, 8, 40))}))
+        GatedDelta(MslHost())(**arguments)
+    rows = rows_of([2])
+    pool = pool_for(rows, (8, 8))
     with pytest.raises(ValueError, match="kernel widths from 2 to 8, not 9"):
-        ShortConv(MslHost())(normal(1, 2, 8), normal(2, 8, 9, 1), None, pool_for(rows, (8, 8)), rows, silu=False)
+        ShortConv(MslHost())(normal(1, 2, 8), normal(2, 8, 9, 1), None, pool, rows, silu=False)
