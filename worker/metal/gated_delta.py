@@ -31,7 +31,7 @@ _TILE_ELEMENTS = 1024
 # Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any. As
 # y = S q after the change is (S q before it) + change (k q), both sums over S are taken at once.
 STEP_SOURCE = r"""
-  typedef vec<float, VEC> Vec;
+  typedef metal::vec<float, VEC> Vec;
   constexpr int PARTS = DK / (32 * VEC);
   const int sequence = threadgroup_position_in_grid.z;
   const int head = threadgroup_position_in_grid.y;
@@ -85,12 +85,12 @@ STEP_SOURCE = r"""
     }
   }
   const float rate = float(betas[row * betas_strides[0] + head * betas_strides[1]]);
-  const float product = simd_sum(dot(products, Vec(1.0f)));
+  const float product = simd_sum(metal::dot(products, Vec(1.0f)));
   const int64_t values_at = row * values_strides[0] + head * values_strides[1];
   for (int r = 0; r < ROWS; r++) {
     const float value = float(values[values_at + (top + r) * values_strides[2]]);
-    const float change = (value - simd_sum(dot(recalled[r], Vec(1.0f)))) * rate;
-    const float sum = simd_sum(dot(sums[r], Vec(1.0f)));
+    const float change = (value - simd_sum(metal::dot(recalled[r], Vec(1.0f)))) * rate;
+    const float sum = simd_sum(metal::dot(sums[r], Vec(1.0f)));
     for (int n = 0; n < PARTS; n++) {
       states[r * (DK / VEC) + n * 32] = state[r][n] + k[n] * change;
     }
@@ -187,7 +187,7 @@ CHUNK_SOURCE = r"""
         recalled += state[n] * k[n];
         sums += state[n] * staged_queries[at];
       }
-      float2 both = float2(dot(recalled, float4(1.0f)), dot(sums, float4(1.0f)));
+      float2 both = float2(metal::dot(recalled, float4(1.0f)), metal::dot(sums, float4(1.0f)));
       for (ushort lanes = 1; lanes < LPR; lanes *= 2) {
         both += simd_shuffle_xor(both, lanes);
       }

@@ -25,17 +25,19 @@ _MAX_LANE_ELEMENTS = 32
 # Elements of staged B, and of C: 8 KiB together.
 _TILE_ELEMENTS = 1024
 
-# Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any.
+# Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any. As
+# y = S C after the change is (S C before it) + dt x (B C), the sum over S does not wait for the change.
 STEP_SOURCE = r"""
-  constexpr int EPL = DS / 32;
+  typedef metal::vec<float, VEC> Vec;
+  constexpr int PARTS = DS / (32 * VEC);
   const int sequence = threadgroup_position_in_grid.z;
   const int head = threadgroup_position_in_grid.y;
+  const int group = head / (H / G);
   const int lane = thread_index_in_simdgroup;
   const int top = (threadgroup_position_in_grid.x * NSG + simdgroup_index_in_threadgroup) * ROWS;
   const int64_t row = sequences[sequence * 4];
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
-  const int group = head / (H / G);
   const int64_t y_at = (row * H + head) * DH + top;
   if (sequence == 0 && head == 0 && top == 0 && lane == 0) {
     token[0] = 0;
@@ -46,21 +48,13 @@ STEP_SOURCE = r"""
     }
     return;
   }
-  device float* states = (device float*)pool;
-  const int64_t state_at = ((slot * H + head) * DH + top) * DS + lane * EPL;
+  device Vec* states = (device Vec*)pool + ((slot * H + head) * DH + top) * (DS / VEC) + lane;
 
-  float state[ROWS][EPL];
+  Vec state[ROWS][PARTS];
   for (int r = 0; r < ROWS; r++) {
-    for (int i = 0; i < EPL; i++) {
-      state[r][i] = fresh ? 0.0f : states[state_at + r * DS + i];
+    for (int n = 0; n < PARTS; n++) {
+      state[r][n] = fresh ? Vec(0.0f) : states[r * (DS / VEC) + n * 32];
     }
-  }
-  float b[EPL];
-  float c[EPL];
-  for (int i = 0; i < EPL; i++) {
-    const int64_t at = lane * EPL + i;
-    b[i] = float(b_rows[row * b_rows_strides[0] + group * b_rows_strides[1] + at * b_rows_strides[2]]);
-    c[i] = float(c_rows[row * c_rows_strides[0] + group * c_rows_strides[1] + at * c_rows_strides[2]]);
   }
   const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) +
       float(dt_bias[head * dt_bias_strides[0]]);
@@ -68,32 +62,52 @@ STEP_SOURCE = r"""
   const float dt = metal::min(metal::max(softplus, limits[0]), limits[1]);
   const float decay = metal::exp(-metal::exp(float(a_log[head * a_log_strides[0]])) * dt);
   const float skip = float(d_skip[head * d_skip_strides[0]]);
+
+  Vec b[PARTS];
+  Vec sums[ROWS];
+  Vec products = Vec(0.0f);
+  for (int r = 0; r < ROWS; r++) {
+    sums[r] = Vec(0.0f);
+  }
+  for (int n = 0; n < PARTS; n++) {
+    Vec c;
+    for (int i = 0; i < VEC; i++) {
+      const int64_t at = (n * 32 + lane) * VEC + i;
+      b[n][i] = float(b_rows[row * b_rows_strides[0] + group * b_rows_strides[1] + at * b_rows_strides[2]]);
+      c[i] = float(c_rows[row * c_rows_strides[0] + group * c_rows_strides[1] + at * c_rows_strides[2]]);
+    }
+    products += b[n] * c;
+    for (int r = 0; r < ROWS; r++) {
+      state[r][n] *= decay;
+      sums[r] += state[r][n] * c;
+    }
+  }
+  const float product = simd_sum(metal::dot(products, Vec(1.0f)));
   for (int r = 0; r < ROWS; r++) {
     const float x = float(x_rows[row * x_rows_strides[0] + head * x_rows_strides[1] + (top + r) * x_rows_strides[2]]);
-    float sum = 0.0f;
-    for (int i = 0; i < EPL; i++) {
-      state[r][i] = decay * state[r][i] + x * dt * b[i];
-      states[state_at + r * DS + i] = state[r][i];
-      sum += state[r][i] * c[i];
+    const float change = x * dt;
+    const float sum = simd_sum(metal::dot(sums[r], Vec(1.0f)));
+    for (int n = 0; n < PARTS; n++) {
+      states[r * (DS / VEC) + n * 32] = state[r][n] + b[n] * change;
     }
-    sum = simd_sum(sum);
     if (lane == 0) {
-      y[y_at + r] = T(sum + skip * x);
+      y[y_at + r] = T(sum + change * product + skip * x);
     }
   }
 """
 
 # Lane `part` of a state row holds groups of four elements, every LPR-th group: no two lanes meet in a bank.
 CHUNK_SOURCE = r"""
-  constexpr int EPL = DS / LPR;
+  constexpr int GROUPS = DS / 4;
+  constexpr int PARTS = GROUPS / LPR;
   constexpr int ROWS = 32 / LPR;
   const int sequence = threadgroup_position_in_grid.z;
   const int head = threadgroup_position_in_grid.y;
   const int group = head / (H / G);
-  const int part = thread_index_in_simdgroup % LPR;
-  const int in_tile = simdgroup_index_in_threadgroup * ROWS + thread_index_in_simdgroup / LPR;
+  const int lane = thread_index_in_simdgroup;
+  const int part = lane % LPR;
+  const int in_tile = simdgroup_index_in_threadgroup * ROWS + lane / LPR;
   const int top = threadgroup_position_in_grid.x * NSG * ROWS;
-  const int x_row = top + in_tile;
   const int64_t first = sequences[sequence * 4];
   const int num_rows = sequences[sequence * 4 + 1];
   const int64_t slot = sequences[sequence * 4 + 2];
@@ -104,7 +118,7 @@ CHUNK_SOURCE = r"""
   if (slot < 0) {
     for (int t = 0; t < num_rows; t++) {
       if (part == 0) {
-        y[((first + t) * H + head) * DH + x_row] = T(0.0f);
+        y[((first + t) * H + head) * DH + top + in_tile] = T(0.0f);
       }
     }
     return;
@@ -112,71 +126,73 @@ CHUNK_SOURCE = r"""
   if (num_rows == 0) {
     return;
   }
-  device float* states = (device float*)pool;
-  const int64_t state_at = ((slot * H + head) * DH + x_row) * DS;
+  device float4* states = (device float4*)pool + ((slot * H + head) * DH + top + in_tile) * GROUPS + part;
 
-  float state[EPL];
-  for (int n = 0; n < EPL; n += 4) {
-    for (int i = 0; i < 4; i++) {
-      state[n + i] = fresh ? 0.0f : states[state_at + n * LPR + part * 4 + i];
-    }
+  float4 state[PARTS];
+  for (int n = 0; n < PARTS; n++) {
+    state[n] = fresh ? float4(0.0f) : states[n * LPR];
   }
-  threadgroup float staged_b[TILE * DS];
-  threadgroup float staged_c[TILE * DS];
+  threadgroup float4 staged_b[TILE * GROUPS];
+  threadgroup float4 staged_c[TILE * GROUPS];
   threadgroup float staged_x[TILE * NSG * ROWS];
   threadgroup float staged_dt[TILE];
   threadgroup float staged_decay[TILE];
+  threadgroup float staged_products[TILE];
   const float rate = -metal::exp(float(a_log[head * a_log_strides[0]]));
+  const float bias = float(dt_bias[head * dt_bias_strides[0]]);
   const float skip = float(d_skip[head * d_skip_strides[0]]);
 
   for (int begin = 0; begin < num_rows; begin += TILE) {
     const int count = metal::min(int(TILE), num_rows - begin);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = thread_index_in_threadgroup; i < count * DS; i += NSG * 32) {
-      const int64_t row = first + begin + i / DS;
-      const int64_t at = i % DS;
-      staged_b[i] = float(b_rows[row * b_rows_strides[0] + group * b_rows_strides[1] + at * b_rows_strides[2]]);
-      staged_c[i] = float(c_rows[row * c_rows_strides[0] + group * c_rows_strides[1] + at * c_rows_strides[2]]);
+    for (int t = simdgroup_index_in_threadgroup; t < count; t += NSG) {
+      const int64_t row = first + begin + t;
+      float product = 0.0f;
+      for (int64_t at = lane; at < DS; at += 32) {
+        const float b = float(b_rows[row * b_rows_strides[0] + group * b_rows_strides[1] + at * b_rows_strides[2]]);
+        const float c = float(c_rows[row * c_rows_strides[0] + group * c_rows_strides[1] + at * c_rows_strides[2]]);
+        ((threadgroup float*)staged_b)[t * DS + at] = b;
+        ((threadgroup float*)staged_c)[t * DS + at] = c;
+        product += b * c;
+      }
+      product = simd_sum(product);
+      if (lane == 0) {
+        const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) + bias;
+        const float softplus = metal::max(raw, 0.0f) + log1p(metal::exp(-metal::abs(raw)));
+        const float dt = metal::min(metal::max(softplus, limits[0]), limits[1]);
+        staged_products[t] = product;
+        staged_dt[t] = dt;
+        staged_decay[t] = metal::exp(rate * dt);
+      }
     }
     for (int i = thread_index_in_threadgroup; i < count * NSG * ROWS; i += NSG * 32) {
       const int64_t row = first + begin + i / (NSG * ROWS);
       const int64_t at = top + i % (NSG * ROWS);
       staged_x[i] = float(x_rows[row * x_rows_strides[0] + head * x_rows_strides[1] + at * x_rows_strides[2]]);
     }
-    for (int i = thread_index_in_threadgroup; i < count; i += NSG * 32) {
-      const int64_t row = first + begin + i;
-      const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) +
-          float(dt_bias[head * dt_bias_strides[0]]);
-      const float softplus = metal::max(raw, 0.0f) + log1p(metal::exp(-metal::abs(raw)));
-      const float dt = metal::min(metal::max(softplus, limits[0]), limits[1]);
-      staged_dt[i] = dt;
-      staged_decay[i] = metal::exp(rate * dt);
-    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int t = 0; t < count; t++) {
       const float x = staged_x[t * NSG * ROWS + in_tile];
       const float decay = staged_decay[t];
       const float change = x * staged_dt[t];
-      float sum = 0.0f;
-      for (int n = 0; n < EPL; n += 4) {
-        for (int i = 0; i < 4; i++) {
-          const int at = t * DS + n * LPR + part * 4 + i;
-          state[n + i] = decay * state[n + i] + change * staged_b[at];
-          sum += state[n + i] * staged_c[at];
-        }
+      float4 sums = float4(0.0f);
+      for (int n = 0; n < PARTS; n++) {
+        const int at = t * GROUPS + n * LPR + part;
+        state[n] *= decay;
+        sums += state[n] * staged_c[at];
+        state[n] += staged_b[at] * change;
       }
+      float sum = metal::dot(sums, float4(1.0f));
       for (ushort lanes = 1; lanes < LPR; lanes *= 2) {
         sum += simd_shuffle_xor(sum, lanes);
       }
       if (part == 0) {
-        y[((first + begin + t) * H + head) * DH + x_row] = T(sum + skip * x);
+        y[((first + begin + t) * H + head) * DH + top + in_tile] = T(sum + change * staged_products[t] + skip * x);
       }
     }
   }
-  for (int n = 0; n < EPL; n += 4) {
-    for (int i = 0; i < 4; i++) {
-      states[state_at + n * LPR + part * 4 + i] = state[n + i];
-    }
+  for (int n = 0; n < PARTS; n++) {
+    states[n * LPR] = state[n];
   }
 """
 
@@ -196,7 +212,7 @@ _INPUTS = [
 
 
 class Mamba2:
-    """Launches `step` for decode rows, else `chunk`; see README.md for what they read."""
+    """Launches `step` for decode rows of even state_dim / 32, else `chunk`; see README.md for what they read."""
 
     def __init__(self, metal_kernel: MetalKernel) -> None:
         self._metal_kernel = metal_kernel
@@ -245,9 +261,9 @@ class Mamba2:
             ("DH", head_dim),
             ("DS", state_dim),
         ]
-        if rows.is_decode:
+        if rows.is_decode and state_dim % (2 * _LANES) == 0:
             name, rows_a_simdgroup = "step", _STEP_ROWS
-            template.append(("ROWS", _STEP_ROWS))
+            template += [("ROWS", _STEP_ROWS), ("VEC", 4 if state_dim % (4 * _LANES) == 0 else 2)]
         else:
             lanes_a_row = 4 if state_dim <= 4 * _MAX_LANE_ELEMENTS else 8
             name, rows_a_simdgroup = "chunk", _LANES // lanes_a_row

@@ -20,7 +20,7 @@ class StateRows:
     offsets: NDArray[np.int32]
     slots: NDArray[np.int32]
     is_fresh: NDArray[np.bool_]
-    _tiles: dict[int, mx.array] = field(default_factory=dict)
+    _tiles: dict[int, mx.array] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.offsets.shape != (len(self.slots) + 1,) or self.is_fresh.shape != self.slots.shape:

@@ -1,6 +1,7 @@
 """Pools and rows for kernels over recurrent states. Slots of nobody hold NaN, and those of fresh sequences too."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +21,17 @@ def rows_of(lengths: Sequence[int], *, fresh: Sequence[int] = (), skipped: Seque
     is_fresh = np.zeros(num, np.bool_)
     is_fresh[list(fresh)] = True
     return StateRows(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), slots, is_fresh)
+
+
+def case_id(case: dict[str, Any]) -> str:
+    """Readable: `4,2-64,64-float32-rows16,1,37`."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, StateRows):
+            return f"rows{text(tuple(value.lengths.tolist()))}"
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("mlx.core.")
+
+    return "-".join(map(text, case.values()))
 
 
 def pool_for(rows: StateRows, state_shape: Sequence[int], dtype: mx.Dtype = mx.float32) -> mx.array:

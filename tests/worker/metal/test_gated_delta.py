@@ -12,6 +12,7 @@ from tests.worker.metal.state_data import (
     SEEDS,
     TOLERANCE,
     bits,
+    case_id,
     check_states,
     copy,
     f64,
@@ -106,7 +107,7 @@ def _compiled():
             GatedDelta(host)(*inputs, pool, rows)
 
 
-@pytest.mark.parametrize("case", _STEPS + _CHUNKS, ids=str)
+@pytest.mark.parametrize("case", _STEPS + _CHUNKS, ids=case_id)
 @pytest.mark.parametrize("which", ["kernel", "twin"])
 def test_outputs_and_states_are_those_of_the_recurrence(which, case):
     inputs, pool, rows = _case(**case)
@@ -159,7 +160,7 @@ def test_step_reads_and_writes_each_state_once_and_chunk_too():
         assert record.threadgroup_memory <= 16 * 1024
 
 
-@pytest.mark.parametrize("case", [_STEPS[3], _CHUNKS[0]], ids=str)
+@pytest.mark.parametrize("case", [_STEPS[3], _CHUNKS[0]], ids=case_id)
 def test_slices_of_a_projection_are_read_where_they_lie(case):
     inputs, pool, rows = _case(**case)
     again = copy(pool)

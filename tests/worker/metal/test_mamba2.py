@@ -12,6 +12,7 @@ from tests.worker.metal.state_data import (
     SEEDS,
     TOLERANCE,
     bits,
+    case_id,
     check_states,
     copy,
     f64,
@@ -29,6 +30,7 @@ _CASES = [
     {"heads": (4, 2), "dims": (32, 64), "dtype": mx.float32, "rows": rows_of([1])},
     {"heads": (3, 1), "dims": (64, 128), "dtype": mx.bfloat16, "rows": rows_of([1, 1, 1], fresh=[2], skipped=[1])},
     {"heads": (2, 2), "dims": (8, 256), "dtype": mx.float16, "rows": rows_of([1, 1])},
+    {"heads": (2, 1), "dims": (16, 32), "dtype": mx.bfloat16, "rows": rows_of([1, 1], fresh=[1])},
     {"heads": (4, 2), "dims": (32, 64), "dtype": mx.float32, "rows": rows_of([16, 1, 37], fresh=[0])},
     {"heads": (3, 1), "dims": (64, 128), "dtype": mx.bfloat16, "rows": rows_of([9, 0, 8, 5], skipped=[3])},
     {"heads": (2, 2), "dims": (8, 256), "dtype": mx.float16, "rows": rows_of([11, 4])},
@@ -80,7 +82,7 @@ def _compiled():
             Mamba2(host)(*inputs, pool, rows, time_step_limit=_LIMIT)
 
 
-@pytest.mark.parametrize("case", _CASES, ids=str)
+@pytest.mark.parametrize("case", _CASES, ids=case_id)
 @pytest.mark.parametrize("which", ["kernel", "twin"])
 def test_outputs_and_states_are_those_of_the_scan(which, case):
     inputs, pool, rows = _case(**case)
@@ -135,7 +137,7 @@ def test_each_state_is_read_and_written_once():
         assert record.threadgroup_memory <= 16 * 1024
 
 
-@pytest.mark.parametrize("case", [_CASES[1], _CASES[3]], ids=str)
+@pytest.mark.parametrize("case", [_CASES[1], _CASES[3]], ids=case_id)
 def test_slices_of_a_projection_are_read_where_they_lie(case):
     inputs, pool, rows = _case(**case)
     again = copy(pool)

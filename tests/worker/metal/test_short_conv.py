@@ -12,6 +12,7 @@ from tests.worker.metal.state_data import (
     SEEDS,
     TOLERANCE,
     bits,
+    case_id,
     check_states,
     copy,
     f64,
@@ -99,7 +100,7 @@ def _compiled():
             ShortConv(host)(*_case(**case), silu=case["silu"])
 
 
-@pytest.mark.parametrize("case", _CASES, ids=str)
+@pytest.mark.parametrize("case", _CASES, ids=case_id)
 @pytest.mark.parametrize("which", ["kernel", "twin"])
 def test_outputs_and_states_are_those_of_the_convolution(which, case):
     inputs, weights, bias, pool, rows = _case(**case)
@@ -150,7 +151,7 @@ def test_inputs_before_a_tile_are_all_that_is_read_twice():
     assert record.buffers["pool"].bytes_read == record.buffers["pool"].bytes_written == 2 * 3 * 24 * 4
 
 
-@pytest.mark.parametrize("case", [_CASES[1], _CASES[3]], ids=str)
+@pytest.mark.parametrize("case", [_CASES[1], _CASES[3]], ids=case_id)
 def test_slices_and_moved_axes_are_read_where_they_lie(case):
     inputs, weights, bias, pool, rows = _case(**case)
     again = copy(pool)

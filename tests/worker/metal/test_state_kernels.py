@@ -58,13 +58,9 @@ def test_each_kernel_gives_way_by_itself(caplog):
 @pytest.mark.parametrize(
     ("module", "source", "defect", "found"),
     [
-        (gated_delta, "STEP_SOURCE", ("fresh ? 0.0f : ", ""), "differs from its twin"),
-        (
-            gated_delta,
-            "CHUNK_SOURCE",
-            ("states[state_at + n * LPR + part * 4 + i] = state[n + i]", "0"),
-            "from its twin",
-        ),
+        (gated_delta, "STEP_SOURCE", ("fresh ? Vec(0.0f) : ", ""), "differs from its twin"),
+        (gated_delta, "STEP_SOURCE", ("+ change * product", ""), "differs from its twin"),
+        (gated_delta, "CHUNK_SOURCE", ("states[n * LPR] = state[n]", "0"), "from its twin"),
         (gated_delta, "CHUNK_SOURCE", ("lanes *= 2", "lanes *= 4"), "differs from its twin"),
         (mamba2, "STEP_SOURCE", ("+ skip * x", ""), "differs from its twin"),
         (mamba2, "CHUNK_SOURCE", ("begin += TILE", "begin += TILE + 1"), "unwritten-output"),
