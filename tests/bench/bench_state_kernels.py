@@ -3,9 +3,8 @@
     python -m tests.bench.bench_state_kernels
 
 Prints one JSON line. These are exact counts, the same on every machine, and no times: nothing here ran on a GPU.
-`read_amplification` is bytes read per byte of the buffer that is read at all; `lines` is 64-byte lines that the loads of
-a simdgroup touch, per line that their bytes would fill; `flop_per_state_element` is not counted but follows from the
-source: 8 for `gated_delta`, 6 for `mamba2`.
+`read_amplification` is bytes read per byte of the buffer that is read at all; `lines` is 64-byte lines that the loads
+of a simdgroup touch, per line that their bytes would fill.
 """
 
 import json

@@ -21,7 +21,7 @@ from worker.metal.state_rows import StateRows, token_or_none
 _LANES = 32
 _MAX_KEY_DIM = 256
 # State rows that a simdgroup of `step` loads before it uses any.
-_STEP_ROWS = 4
+_STEP_ROWS = 8
 _MAX_SIMDGROUPS = 4
 # State elements that a lane of `chunk` keeps in registers.
 _MAX_LANE_ELEMENTS = 32
@@ -60,12 +60,12 @@ STEP_SOURCE = r"""
     }
   }
   Vec k[PARTS];
-  Vec recalled[ROWS];
-  Vec sums[ROWS];
-  Vec products = Vec(0.0f);
+  float recalled[ROWS];
+  float sums[ROWS];
+  float product = 0.0f;
   for (int r = 0; r < ROWS; r++) {
-    recalled[r] = Vec(0.0f);
-    sums[r] = Vec(0.0f);
+    recalled[r] = 0.0f;
+    sums[r] = 0.0f;
   }
   const int64_t gates_at = row * gates_strides[0] + head * gates_strides[1];
   for (int n = 0; n < PARTS; n++) {
@@ -77,20 +77,20 @@ STEP_SOURCE = r"""
       q[i] = float(queries[row * queries_strides[0] + key_head * queries_strides[1] + at * queries_strides[2]]);
       decay[i] = float(gates[VG ? gates_at + at * gates_strides[2] : gates_at]);
     }
-    products += k[n] * q;
+    product += metal::dot(k[n], q);
     for (int r = 0; r < ROWS; r++) {
       state[r][n] *= decay;
-      recalled[r] += state[r][n] * k[n];
-      sums[r] += state[r][n] * q;
+      recalled[r] += metal::dot(state[r][n], k[n]);
+      sums[r] += metal::dot(state[r][n], q);
     }
   }
   const float rate = float(betas[row * betas_strides[0] + head * betas_strides[1]]);
-  const float product = simd_sum(metal::dot(products, Vec(1.0f)));
+  product = simd_sum(product);
   const int64_t values_at = row * values_strides[0] + head * values_strides[1];
   for (int r = 0; r < ROWS; r++) {
     const float value = float(values[values_at + (top + r) * values_strides[2]]);
-    const float change = (value - simd_sum(metal::dot(recalled[r], Vec(1.0f)))) * rate;
-    const float sum = simd_sum(metal::dot(sums[r], Vec(1.0f)));
+    const float change = (value - simd_sum(recalled[r])) * rate;
+    const float sum = simd_sum(sums[r]);
     for (int n = 0; n < PARTS; n++) {
       states[r * (DK / VEC) + n * 32] = state[r][n] + k[n] * change;
     }

@@ -19,7 +19,7 @@ from worker.metal.state_rows import StateRows, token_or_none
 _LANES = 32
 _MAX_STATE_DIM = 256
 # State rows that a simdgroup of `step` loads before it uses any.
-_STEP_ROWS = 4
+_STEP_ROWS = 8
 # State elements that a lane of `chunk` keeps in registers.
 _MAX_LANE_ELEMENTS = 32
 # Elements of staged B, and of C: 8 KiB together.
@@ -64,10 +64,10 @@ STEP_SOURCE = r"""
   const float skip = float(d_skip[head * d_skip_strides[0]]);
 
   Vec b[PARTS];
-  Vec sums[ROWS];
-  Vec products = Vec(0.0f);
+  float sums[ROWS];
+  float product = 0.0f;
   for (int r = 0; r < ROWS; r++) {
-    sums[r] = Vec(0.0f);
+    sums[r] = 0.0f;
   }
   for (int n = 0; n < PARTS; n++) {
     Vec c;
@@ -76,17 +76,17 @@ STEP_SOURCE = r"""
       b[n][i] = float(b_rows[row * b_rows_strides[0] + group * b_rows_strides[1] + at * b_rows_strides[2]]);
       c[i] = float(c_rows[row * c_rows_strides[0] + group * c_rows_strides[1] + at * c_rows_strides[2]]);
     }
-    products += b[n] * c;
+    product += metal::dot(b[n], c);
     for (int r = 0; r < ROWS; r++) {
       state[r][n] *= decay;
-      sums[r] += state[r][n] * c;
+      sums[r] += metal::dot(state[r][n], c);
     }
   }
-  const float product = simd_sum(metal::dot(products, Vec(1.0f)));
+  product = simd_sum(product);
   for (int r = 0; r < ROWS; r++) {
     const float x = float(x_rows[row * x_rows_strides[0] + head * x_rows_strides[1] + (top + r) * x_rows_strides[2]]);
     const float change = x * dt;
-    const float sum = simd_sum(metal::dot(sums[r], Vec(1.0f)));
+    const float sum = simd_sum(sums[r]);
     for (int n = 0; n < PARTS; n++) {
       states[r * (DS / VEC) + n * 32] = state[r][n] + b[n] * change;
     }

@@ -1,7 +1,7 @@
 """`short_conv`: depthwise causal convolution over packed rows, with each sequence's last inputs kept in its slot.
 
 The convolution of LFM2's layers, and of gated delta net and Mamba before the recurrence (there with SiLU). A thread has
-a few channels of one tile of tokens. Whoever has a sequence's first tile reads the state and replaces it, so nothing
+one channel of one tile of tokens. Whoever has a sequence's first tile reads the state and replaces it, so nothing
 orders threadgroups; later tiles read the inputs before them again. Inputs are read by their strides: they are often a
 slice of a projection.
 """
@@ -17,10 +17,13 @@ MAX_KERNEL_WIDTH = 8
 # Tokens of a tile: the inputs before a tile are read twice, 3 for 32 at kernel width 4.
 _TILE_ROWS = 32
 # Threads of a threadgroup; the last one of a row of channels may be smaller.
-_MAX_THREADS = 64
+_MAX_THREADS = 256
 
+# A store may change what a later load reads, as far as the compiler knows: so the inputs of several tokens are loaded
+# before any output is stored.
 SOURCE = r"""
-  const int channel = thread_position_in_grid.x * VEC;
+  constexpr int AHEAD = TILE < 8 ? TILE : 8;
+  const int channel = thread_position_in_grid.x;
   const int tile = thread_position_in_grid.y;
   const int sequence = tiles[tile * 2];
   const int begin = tiles[tile * 2 + 1];
@@ -29,63 +32,66 @@ SOURCE = r"""
   const int64_t slot = sequences[sequence * 4 + 2];
   const bool fresh = sequences[sequence * 4 + 3] != 0;
   const int end = metal::min(begin + int(TILE), num_rows);
+  const int64_t step = inputs_strides[0];
+  const int64_t inputs_at = channel * inputs_strides[1];
+  const int64_t state_at = slot * (K - 1) * C + channel;
   if (tile == 0 && channel == 0) {
     token[0] = 0;
   }
   if (slot < 0) {
     for (int t = begin; t < end; t++) {
-      for (int c = 0; c < VEC; c++) {
-        y[(first + t) * C + channel + c] = T(0.0f);
-      }
+      y[(first + t) * C + channel] = T(0.0f);
     }
     return;
   }
   device S* states = (device S*)pool;
 
-  float weight[K][VEC];
-  float start[VEC];
-  for (int c = 0; c < VEC; c++) {
-    for (int j = 0; j < K; j++) {
-      weight[j][c] = float(weights[(channel + c) * weights_strides[0] + j * weights_strides[1]]);
-    }
-    start[c] = BIAS ? float(bias[(channel + c) * bias_strides[0]]) : 0.0f;
+  float weight[K];
+  for (int j = 0; j < K; j++) {
+    weight[j] = float(weights[channel * weights_strides[0] + j * weights_strides[1]]);
   }
-  float window[K][VEC];
+  const float start = BIAS ? float(bias[channel * bias_strides[0]]) : 0.0f;
+  float window[K - 1 + AHEAD];
   for (int j = 0; j < K - 1; j++) {
-    for (int c = 0; c < VEC; c++) {
-      if (begin > 0) {
-        const int64_t row = first + begin - (K - 1) + j;
-        window[j][c] = float(inputs[row * inputs_strides[0] + (channel + c) * inputs_strides[1]]);
-      } else {
-        window[j][c] = fresh ? 0.0f : float(states[(slot * (K - 1) + j) * C + channel + c]);
-      }
+    if (begin > 0) {
+      window[j] = float(inputs[(first + begin - (K - 1) + j) * step + inputs_at]);
+    } else {
+      window[j] = fresh ? 0.0f : float(states[state_at + j * C]);
     }
   }
-  for (int t = begin; t < end; t++) {
-    for (int c = 0; c < VEC; c++) {
-      window[K - 1][c] = float(inputs[(first + t) * inputs_strides[0] + (channel + c) * inputs_strides[1]]);
-      float sum = start[c];
+  for (int t = begin; t < end; t += AHEAD) {
+    const int count = metal::min(AHEAD, end - t);
+    for (int j = 0; j < K - 1; j++) {
+      window[j] = t > begin ? window[AHEAD + j] : window[j];
+    }
+    for (int u = 0; u < AHEAD; u++) {
+      window[K - 1 + u] = u < count ? float(inputs[(first + t + u) * step + inputs_at]) : 0.0f;
+    }
+    for (int u = 0; u < AHEAD; u++) {
+      float sum = start;
       for (int j = 0; j < K; j++) {
-        sum += weight[j][c] * window[j][c];
+        sum += weight[j] * window[u + j];
       }
       // The convolution's result is rounded before SiLU sees it, as when they are two operations.
       sum = float(T(sum));
-      y[(first + t) * C + channel + c] = T(SILU ? sum / (1.0f + metal::exp(-sum)) : sum);
-      for (int j = 0; j < K - 1; j++) {
-        window[j][c] = window[j + 1][c];
+      if (u < count) {
+        y[(first + t + u) * C + channel] = T(SILU ? sum / (1.0f + metal::exp(-sum)) : sum);
       }
     }
   }
   if (begin == 0) {
+    // The last inputs are the window's, older ones from the state included, if the sequence ends in its first tile.
+    const int last = (end - begin - 1) % AHEAD + 1;
     for (int j = 0; j < K - 1; j++) {
-      for (int c = 0; c < VEC; c++) {
-        // The window holds a short sequence's last inputs, older ones from the state included.
-        const int64_t row = first + num_rows - (K - 1) + j;
-        const float last = end < num_rows
-            ? float(inputs[row * inputs_strides[0] + (channel + c) * inputs_strides[1]])
-            : window[j][c];
-        states[(slot * (K - 1) + j) * C + channel + c] = S(last);
+      float value = 0.0f;
+      if (end < num_rows) {
+        value = float(inputs[(first + num_rows - (K - 1) + j) * step + inputs_at]);
+      } else {
+        for (int u = 1; u <= AHEAD; u++) {
+          value = u == last ? window[u + j] : value;
+        }
       }
+      states[state_at + j * C] = S(value);
     }
   }
 """
@@ -131,8 +137,6 @@ class ShortConv:
             raise ValueError(f"short_conv runs kernel widths from 2 to {MAX_KERNEL_WIDTH}, not {kernel_width}")
         tile_rows = 1 if rows.is_decode else _TILE_ROWS
         tiles = rows.tile_array(tile_rows)
-        vec = next(size for size in (4, 2, 1) if channels % size == 0)
-        num_threads = channels // vec
         y, token = self._kernel(f"{dtype_tag(inputs.dtype)}_{dtype_tag(pool.dtype)}")(
             inputs=[
                 inputs,
@@ -145,15 +149,14 @@ class ShortConv:
             ],
             output_shapes=[inputs.shape, (1,)],
             output_dtypes=[inputs.dtype, mx.int32],
-            grid=(num_threads, tiles.shape[0], 1),
-            threadgroup=(min(num_threads, _MAX_THREADS), 1, 1),
+            grid=(channels, tiles.shape[0], 1),
+            threadgroup=(min(channels, _MAX_THREADS), 1, 1),
             template=[
                 ("T", inputs.dtype),
                 ("S", pool.dtype),
                 ("C", channels),
                 ("K", kernel_width),
                 ("TILE", tile_rows),
-                ("VEC", vec),
                 ("BIAS", bias is not None),
                 ("SILU", silu),
             ],

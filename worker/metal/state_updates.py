@@ -54,7 +54,7 @@ def gated_delta_update(
 ) -> tuple[mx.array, Any]:
     """As mlx-lm's. Batch and tokens `[B, T]` together are the packed rows of a `SlotStates`, which takes no mask."""
     if not isinstance(state, SlotStates):
-        options = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
+        options: Any = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
         result: tuple[mx.array, Any] = gated_delta.gated_delta_update(
             q, k, v, a, b, A_log, dt_bias, state, mask, **options
         )
@@ -85,8 +85,9 @@ def ssm_update(
 ) -> tuple[mx.array, Any]:
     """As mlx-lm's. Batch and tokens `[B, T]` together are the packed rows of a `SlotStates`, which takes no mask."""
     if not isinstance(state, SlotStates):
-        arguments = (hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit)
-        result: tuple[mx.array, Any] = ssm.ssm_update(*arguments, mask=mask, lengths=lengths)
+        result: tuple[mx.array, Any] = ssm.ssm_update(
+            hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask=mask, lengths=lengths
+        )
         return result
     _refuse(mask=mask, lengths=lengths)
     x, b, c, steps = (array.flatten(0, 1) for array in (hidden_states, B, C, dt))
