@@ -19,17 +19,25 @@ _SWITCH = "CIDERY_GDN_LAZY_KERNELS"
 
 @dataclass(frozen=True, slots=True)
 class StateKernels:
-    """Signatures are those of `GatedDelta`, `Mamba2` and `ShortConv`; `name` is for people."""
+    """Signatures are those of `GatedDelta`, `Mamba2` and `ShortConv`; `on_metal` names those that are kernels.
 
-    name: str
+    What isn't on Metal is better left to mlx-lm's own updates: the twins take prefills token by token.
+    """
+
+    on_metal: frozenset[str]
     gated_delta: Launch
     mamba2: Launch
     short_conv: Launch
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"metal {', '.join(sorted(self.on_metal))}" if self.on_metal else "mlx"
+
 
 def twin_state_kernels() -> StateKernels:
     """Everything in plain MLX."""
-    return StateKernels("mlx", state_twins.gated_delta, state_twins.mamba2, state_twins.short_conv)
+    return StateKernels(frozenset(), state_twins.gated_delta, state_twins.mamba2, state_twins.short_conv)
 
 
 def choose_state_kernels(shapes: Sequence[StateLayerShape], metal_kernel: MetalKernel | None) -> StateKernels:
@@ -53,8 +61,8 @@ def choose_state_kernels(shapes: Sequence[StateLayerShape], metal_kernel: MetalK
     mamba2 = _choose("mamba2", Mamba2(metal_kernel), twins.mamba2, of_kind[Mamba2Shape])
     short_conv = _choose("short_conv", ShortConv(metal_kernel), twins.short_conv, of_kind[ShortConvShape])
     chosen = {"gated_delta": gated_delta, "mamba2": mamba2, "short_conv": short_conv}
-    running = [name for name, launch in chosen.items() if launch is not getattr(twins, name)]
-    return StateKernels(f"metal {', '.join(running)}" if running else "mlx", gated_delta, mamba2, short_conv)
+    on_metal = frozenset(name for name, launch in chosen.items() if launch is not getattr(twins, name))
+    return StateKernels(on_metal, gated_delta, mamba2, short_conv)
 
 
 def _choose(name: str, kernel: Launch, twin: Launch, shapes: Sequence[StateLayerShape]) -> Launch:

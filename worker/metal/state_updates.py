@@ -59,7 +59,7 @@ def gated_delta_update(
             q, k, v, a, b, A_log, dt_bias, state, mask, **options
         )
         return result
-    _refuse(mask=mask)
+    refuse(mask=mask)
     betas = mx.sigmoid(b) * 2.0 if allow_neg_eigval else mx.sigmoid(b)
     if lower_bound is None:
         gates = gated_delta.compute_g(A_log, a, dt_bias)
@@ -89,7 +89,7 @@ def ssm_update(
             hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask=mask, lengths=lengths
         )
         return result
-    _refuse(mask=mask, lengths=lengths)
+    refuse(mask=mask, lengths=lengths)
     x, b, c, steps = (array.flatten(0, 1) for array in (hidden_states, B, C, dt))
     arguments = (x, A_log, b, c, D, steps, dt_bias, state.pool, state.rows, state.token)
     limit = (float(time_step_limit[0]), float(time_step_limit[1]))
@@ -97,7 +97,8 @@ def ssm_update(
     return y.reshape(hidden_states.shape), state
 
 
-def _refuse(**given: mx.array | None) -> None:
+def refuse(**given: mx.array | None) -> None:
+    """Raises ValueError for what packed rows can't have."""
     for name, array in given.items():
         if array is not None:
             raise ValueError(

@@ -52,8 +52,11 @@ def normal(seed: int, *shape: int, dtype: mx.Dtype = mx.float32, scale: float = 
 
 
 def sliced(array: mx.array) -> mx.array:
-    """The same content as a slice of a wider array: what a split of a projection is."""
-    return mx.concatenate([mx.full(array.shape, float("nan"), array.dtype), array], axis=-1)[..., array.shape[-1] :]
+    """The same content with gaps on every axis, as slices and splits of wider arrays leave them."""
+    gaps = mx.full(array.shape, float("nan"), array.dtype)
+    wide = mx.stack([mx.concatenate([gaps, array], axis=-1)] * 2, axis=-1)
+    mx.eval(wide)
+    return wide[..., array.shape[-1] :, 1]
 
 
 def f64(array: mx.array) -> np.ndarray:

@@ -172,7 +172,7 @@ def test_slices_of_a_projection_are_read_where_they_lie(case):
 
 
 def test_offsets_into_a_large_pool_are_64_bit():
-    slots = 2**31 // (2 * 32 * 64) + 5
+    slots = 2**33 // (2 * 32 * 64) + 5  # 2^31 vectors of four
     for lengths in ([1], [3]):
         case = {"heads": (1, 2), "dims": (64, 32), "dtype": mx.float32, "by_channel": False, "rows": rows_of(lengths)}
         inputs, small, rows = _case(**case)

@@ -149,7 +149,7 @@ def test_slices_of_a_projection_are_read_where_they_lie(case):
 
 
 def test_offsets_into_a_large_pool_are_64_bit():
-    slots = 2**31 // (2 * 32 * 64) + 5
+    slots = 2**33 // (2 * 32 * 64) + 5  # 2^31 vectors of four
     for lengths in ([1], [3]):
         inputs, small, rows = _case(heads=(2, 1), dims=(32, 64), dtype=mx.float32, rows=rows_of(lengths))
         far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)

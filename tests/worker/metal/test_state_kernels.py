@@ -47,6 +47,7 @@ def test_each_kernel_gives_way_by_itself(caplog):
     host = MslHost(in_place={"cidery_mamba2": ("pool",)})
     chosen = choose_state_kernels(_SHAPES, host)
     assert chosen.name == "metal mamba2"
+    assert chosen.on_metal == {"mamba2"}
     assert chosen.gated_delta is state_twins.gated_delta
     assert chosen.short_conv is state_twins.short_conv
     assert "metal gated_delta off, plain MLX instead" in caplog.text
