@@ -6,7 +6,7 @@ import pytest
 
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
-from tests.worker.metal.state_data import normal, pool_for, rows_of
+from tests.worker.metal.state_data import bits, normal, pool_for, rows_of
 from worker.metal import gated_delta, mamba2, short_conv, state_twins
 from worker.metal.gated_delta import GatedDelta
 from worker.metal.mamba2 import Mamba2
@@ -194,6 +194,18 @@ def test_short_conv_refuses_what_does_not_fit(launch):
         launch(inputs, normal(2, 8, 3, 1), None, pool, rows, silu=True)
     with pytest.raises(ValueError, match="float32 is needed"):
         launch(inputs, normal(2, 8, 4, 1), None, pool.astype(mx.float16), rows, silu=True)
+
+
+def test_view_of_a_pool_is_written_where_the_pool_lies_and_the_token_is_one_zero():
+    """Caches of other shapes share a pool's array, and a reader adds the token to its index."""
+    arguments = _gated_delta({})
+    kept = mx.contiguous(arguments["pool"].reshape(4, -1))
+    mx.eval(kept)
+    _, token = GatedDelta(MslHost())(**{**arguments, "pool": kept.reshape(4, 2, 8, 32)})
+    assert token.tolist() == [0]
+    assert token.dtype == mx.int32
+    GatedDelta(MslHost())(**arguments)
+    assert np.array_equal(bits(kept).reshape(-1), bits(arguments["pool"]).reshape(-1))
 
 
 def test_dimensions_that_a_kernel_can_not_run_are_refused():

@@ -18,12 +18,14 @@ from worker.metal.state_kernels import StateKernels, twin_state_kernels
 from worker.metal.state_rows import StateRows
 from worker.metal.state_updates import SlotStates
 
+_PATCHED = ("gated_delta_update", "ssm_update", "__call__", "_conv", "_apply_conv1d", "_causal_conv")
 _LENGTHS = (7, 1, 12)
 _SLOTS = np.array([4, 1, 2], np.int32)
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 64, "n_groups": 2, "conv_kernel": 4}
 _MAMBA2 = {"num_heads": 4, "head_dim": 16, "ssm_state_size": 64, "n_groups": 2, "conv_kernel": 4, "expand": 2}
 _GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_d_conv": 4}
 _KIMI = {"linear_attn_config": {"num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4}}
+_LING = {"num_attention_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4, "kda_lower_bound": -5.0}
 _QWEN = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -40,8 +42,11 @@ _LIMIT = {
 
 # Module: (class, its configuration, positional arguments after it, which tensors of its cache may lie in slots).
 _MIXERS = {
-    "qwen3_next": ("Qwen3NextGatedDeltaNet", _QWEN, (), [None, "state"]),
+    "qwen3_next": ("Qwen3NextGatedDeltaNet", _QWEN, (), ["conv", "state"]),
+    "qwen3_5": ("GatedDeltaNet", {**_QWEN, "rope_parameters": None}, (), ["conv", "state"]),
+    "olmo_hybrid": ("GatedDeltaNet", {**_QWEN, "rope_parameters": {}}, (), ["conv", "conv", "conv", "state"]),
     "kimi_linear": ("KimiDeltaAttention", _KIMI, (0,), ["conv", "conv", "conv", "state"]),
+    "bailing_moe_v3": ("BailingKDA", _LING, (), ["conv", "conv", "conv", "state"]),
     "nemotron_h": ("NemotronHMamba2Mixer", {**_MAMBA, **_LIMIT}, (), ["conv", "state"]),
     "mamba2": ("Mamba2Block", {**_MAMBA2, **_LIMIT}, (0,), ["conv", "state"]),
     "granitemoehybrid": ("GraniteMoeHybridMamba2Mixer", {**_GRANITE, **_LIMIT}, (), ["conv", "state"]),
@@ -52,9 +57,10 @@ _MIXERS = {
 def _make(module, name):
     """Whatever the layer's configuration doesn't need is 1."""
     kind, sizes, rest, _ = _MIXERS[name]
-    given = {field.name: 1 for field in fields(module.ModelArgs) if field.init}
+    config = getattr(module, "TextModelArgs", module.ModelArgs)
+    given = {field.name: 1 for field in fields(config) if field.init}
     sizes = {key: value for key, value in sizes.items() if key in given}
-    return getattr(module, kind)(module.ModelArgs(**{**given, "hidden_size": 32, **sizes}), *rest)
+    return getattr(module, kind)(config(**{**given, "hidden_size": 32, **sizes}), *rest)
 
 
 def _run(mixer, x, tensors):
@@ -75,7 +81,7 @@ def installed(monkeypatch, request):
     """The module, with our updates until the test ends."""
     module = importlib.import_module(f"mlx_lm.models.{request.param}")
     for holder in (module, *(value for value in vars(module).values() if isinstance(value, type))):
-        for name in ("gated_delta_update", "ssm_update", "__call__", "_conv"):
+        for name in _PATCHED:
             if name in vars(holder):
                 monkeypatch.setattr(holder, name, vars(holder)[name])
     for _ in range(2):
