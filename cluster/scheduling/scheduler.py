@@ -246,13 +246,11 @@ class Scheduler:
 
     def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
-        prefilling: list[LiveRequest] = []
         block_size = self._kv.layout.block_size if self._kv.has_states else 0
-        for live in list(self._running):
+        # Highest first: its row spares a request, and where windows move on it may never need a block again.
+        for live in sorted(self._running, key=lambda each: -each.priority):
             start = live.num_planned
-            if start + 1 != live.num_ahead or not live.is_running:
-                prefilling.append(live)
-            elif live.num_ahead < live.max_length:
+            if live.is_running and start + 1 == live.num_ahead < live.max_length:
                 new_blocks = self._allocate(live, start + 1, step)
                 if new_blocks is not None:
                     live.num_planned = start + 1
@@ -261,7 +259,7 @@ class Scheduler:
                     step.slices.append(Slice(live.seq_id, start, 1, True, new_blocks))
                     if block_size and start % block_size == 0:
                         step.checkpoint(live, start, is_point=start in live.stops)
-        return prefilling
+        return [live for live in self._running if live.num_planned + 1 != live.num_ahead]
 
     def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step: StepBuilder) -> int:
         """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
