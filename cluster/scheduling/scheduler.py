@@ -18,6 +18,7 @@ from cluster.kv.memory import PoolResize
 from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks, TableEdit
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.drain import DrainEstimate
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.live import LiveRequest
 from cluster.scheduling.plan import Sampled, Slice, StepPlan, StepResult, runs_of
@@ -29,9 +30,6 @@ from cluster.scheduling.waiting import WaitingQueue
 
 # Waiting requests that one step looks at beyond those that wait for a sibling.
 _MAX_PASSED_OVER = 64
-# Until a step has been timed.
-_FIRST_TOKENS_PER_S = 1000.0
-_SPEED_GAIN = 0.05
 # Tokens of a long prefill between two states kept on the way, as long as memory lies idle.
 _CHECKPOINT_EVERY = 2048
 
@@ -67,7 +65,7 @@ class Scheduler:
         self._config = config
         self._waiting: WaitingQueue[LiveRequest] = WaitingQueue()
         self._num_waiting_tokens = 0
-        self._tokens_per_s = _FIRST_TOKENS_PER_S
+        self._drain = DrainEstimate()
         self._running: list[LiveRequest] = []
         self._live_by_id: dict[str, LiveRequest] = {}
         # Also holds the old seq_id of a preempted request, whose rows in flight still bring valid tokens.
@@ -97,7 +95,7 @@ class Scheduler:
         if len(request.token_ids) >= length:
             return Update(request.request_id, (), (), Finish.LENGTH, num_cached_tokens=0, queue_s=0.0)
         if len(self._waiting) >= self._config.max_waiting:
-            drain_s = self._num_waiting_tokens / self._tokens_per_s
+            drain_s = self._drain.seconds(self._num_waiting_tokens)
             raise QueueFull(
                 f"request {request.request_id}: {len(self._waiting)} requests are waiting, "
                 f"max_waiting is {self._config.max_waiting}; at the present speed they take {drain_s:.0f} s",
@@ -186,6 +184,7 @@ class Scheduler:
             self._num_waiting_tokens += live.cost_tokens
         self._running.clear()
         for live in self._waiting:
+            live.num_run = max(live.num_run, live.num_planned)
             live.num_planned = live.num_processed = 0
             live.num_ahead = len(live.token_ids)
             live.computed = None
@@ -312,6 +311,7 @@ class Scheduler:
         """Take back a request's blocks; its tokens stay, and what is cached of it often does too."""
         self._running.remove(live)
         self._stop(live, is_settled=self._is_settled(live))
+        live.num_run = max(live.num_run, live.num_planned)
         live.num_planned = live.num_processed = 0
         live.computed = None
         self._waiting.push_front(live)
@@ -398,8 +398,7 @@ class Scheduler:
         for seq_id in result.skipped_seq_ids:
             if seq_id in self._live_by_seq:
                 raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
-        if result.run_s > 0:
-            self._tokens_per_s += _SPEED_GAIN * (expected.num_tokens / result.run_s - self._tokens_per_s)
+        self._drain.step_ran(expected.num_tokens, result.run_s)
         return self._in_flight.popleft()
 
     def _confirm(self, plan: _PlanInFlight, result: StepResult) -> None:
@@ -467,7 +466,9 @@ class Scheduler:
             self._waiting.remove(live)
             self._num_waiting_tokens -= live.cost_tokens
         if live.queue_s is not None:
-            num_used = len(live.token_ids) - live.num_cached_tokens
+            # The newest token was sampled and not run.
+            num_used = max(live.num_run, live.num_planned) - live.num_cached_tokens
+            self._drain.request_ended(num_used, live.cost_tokens)
             self._waiting.charge(live.tenant, num_used - live.cost_tokens, priority=live.priority, weight=live.weight)
 
     def _stop(self, live: LiveRequest, *, is_settled: bool) -> None:

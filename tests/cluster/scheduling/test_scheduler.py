@@ -139,6 +139,40 @@ class TestOneRequest:
         rig.drain()
 
 
+class TestShares:
+    def first_after_abort(self, num_steps):
+        """Of two tenants with two prompts each, who goes next when the first prompt is aborted after so many steps."""
+        rig = Rig(num_blocks=40, max_num_seqs=1, max_plans_in_flight=1)
+        for number, (tenant, length) in enumerate([("a", 60), ("b", 20), ("a", 20), ("b", 20)]):
+            rig.add(
+                replace(request_of(f"{tenant}{number}", range(100 * number, 100 * number + length), 2), tenant=tenant)
+            )
+        for _ in range(num_steps):
+            rig.step()
+        rig.abort("a0")
+        while not rig.finished.keys() - {"a0"}:
+            rig.step()
+        rig.drain()
+        return [name for name in rig.finished if name != "a0"]
+
+    def test_an_aborted_request_is_charged_what_was_run_of_it(self):
+        """16 tokens of 62 leave its tenant behind one that had 22, once that one has had them."""
+        assert self.first_after_abort(2) == ["b1", "a2", "b3"]
+        assert self.first_after_abort(6) == ["b1", "b3", "a2"]
+
+    def test_a_preempted_request_is_charged_what_was_run_before(self):
+        rig = Rig(num_blocks=40, max_plans_in_flight=1)
+        rig.add(request_of("a", tuple(range(30)), 2))
+        for _ in range(3):
+            rig.step()
+        rig.lose_worker()
+        refunds = []
+        charge = rig.scheduler._waiting.charge
+        rig.scheduler._waiting.charge = lambda *a, **k: refunds.append(a) or charge(*a, **k)
+        rig.abort("a")
+        assert refunds == [("", 24 - 32)]
+
+
 class TestBatching:
     def test_a_long_prompt_never_stalls_a_decode(self):
         rig = Rig(num_blocks=40)
