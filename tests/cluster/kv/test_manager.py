@@ -128,6 +128,27 @@ class TestReportedWeaknesses:
         kv.allocate(1, 12)
         assert kv.used_bytes == 3 * SIZE * FULL.token_bytes + STATE.state_bytes
 
+    @pytest.mark.parametrize("is_confirmed", [True, False])
+    def test_a_sequence_that_fits_is_not_stopped_by_its_own_checkpoints(self, is_confirmed):
+        """Memory for just one sequence of 500 tokens: its states on the way take only what it does not need itself."""
+        specs = [SlidingWindowSpec(1, 8, window=256), STATE]
+        ample = plan_layout(specs, kv_budget_bytes=10**8, max_model_len=500, block_size=SIZE)
+        budget = ample.bytes_for(500) + ample.budget_bytes - ample.usable_bytes
+        kv = KVCacheManager(plan_layout(specs, kv_budget_bytes=budget, max_model_len=500, block_size=SIZE))
+        kv.start(1, kv.get_computed_blocks(b"", 499), chain(tokens_of(0, 499)))
+        num_kept = 0
+        for position in range(0, 480, SIZE):
+            assert kv.allocate(1, position + SIZE, position) is not None
+            if position:
+                num_kept += bool(kv.checkpoint(1, position))
+                if is_confirmed:
+                    kv.confirm_checkpoint(1, position, is_point=False)
+            kv.register(1, position // SIZE, chain(tokens_of(0, position + SIZE))[position:])
+            kv.check()
+        assert num_kept > 0
+        kv.free(1, 480)
+        assert kv.used_bytes == 0
+
     def test_copies_of_one_content_are_not_kept(self):
         kv = kv_of([FULL], 100)
         tokens = tokens_of(0, 33)
