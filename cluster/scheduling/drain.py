@@ -1,4 +1,4 @@
-"""How long waiting work will take, from how fast steps were and how much of their expected cost requests used lately."""
+"""How long waiting work will take, from how fast steps were and how much of its expected cost a request used lately."""
 
 # Until a step has been timed.
 _FIRST_TOKENS_PER_S = 1000.0

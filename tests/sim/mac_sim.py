@@ -202,7 +202,8 @@ class MacSim:
         assert not self.scheduler.abort(request_id), "a second call does nothing"
         if was_live:
             self._end(trace, Finish.ABORTED)
-        self.scheduler.check()
+        if self._check_every:
+            self.scheduler.check()
 
     def lose_worker(self):
         self.results.clear()

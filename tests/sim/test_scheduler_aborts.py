@@ -1,4 +1,4 @@
-"""Requests aborted wherever they are, workers lost at any moment: every block comes back, everybody else is unharmed."""
+"""Requests aborted wherever they are, workers lost at any moment: every block comes back, the others are unharmed."""
 
 from collections import Counter
 from random import Random

@@ -127,8 +127,7 @@ class TestFirstToken:
 
 class TestPreempted:
     @pytest.mark.parametrize("model", MODELS)
-    @pytest.mark.parametrize("seed", range(2))
-    def test_they_finish_with_their_undisturbed_tokens(self, model, seed):
+    def test_they_finish_with_their_undisturbed_tokens(self, model):
         config = replace(CONFIG, max_model_len=700, max_num_batched_tokens=64, max_chunk_tokens=32)
         sim = MacSim(MODELS[model], config, num_longest=1.2, check_every=50)
         tenants = [
@@ -136,7 +135,7 @@ class TestPreempted:
             Tenant("high", 1, (10, 50), (200, 400), priority=1),
             Tenant("stems", 2, (1, 40), (100, 300), num_stems=2, stem_tokens=96),
         ]
-        fill(sim, tenants, 15, seed)
+        fill(sim, tenants, 15, seed=0)
         sim.run()
         sim.verify()
         preempted = [trace for trace in sim.traces.values() if trace.num_preemptions]

@@ -139,7 +139,7 @@ class TestPreemption:
         rig.drain()
 
     def test_a_higher_priority_takes_blocks_from_a_decode_that_needs_no_more(self):
-        """A window's decode goes on in the blocks that it leaves behind: whoever waits for it to lack one waits long."""
+        """A window's decode goes on in the blocks that it leaves behind: waiting for it to lack one takes long."""
         rig = Rig(layout=layout_of([window(9)], 5, max_model_len=200), max_model_len=200, max_plans_in_flight=1)
         rig.add(request_of("low", (1, 2, 3), 150))
         for _ in range(20):
