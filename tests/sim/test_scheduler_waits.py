@@ -115,7 +115,7 @@ class TestFirstToken:
         fill(sim, [Tenant("flood", 8, (100, 300), (20,))], 20, seed=4)
         stem = tuple(range(1600))
         for i in range(40):
-            sim.at(1.0 + i / 10, make_request(f"sibling{i}", (*stem, 60_000 + i), 4, tenant="siblings"))
+            sim.at(0.01 * i, make_request(f"sibling{i}", (*stem, 60_000 + i), 4, tenant="siblings"))
         sim.run()
         sim.verify()
         siblings = [t for n, t in sim.traces.items() if n.startswith("sibling")]
