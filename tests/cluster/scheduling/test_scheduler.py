@@ -309,6 +309,15 @@ class TestPrefixCache:
         assert len(lookups) == 2, "one each"
         rig.drain()
 
+    def test_a_cached_prompt_that_leaves_no_room_for_itself_is_computed_again(self):
+        """Its last block would be copied before it is written, and there is no third block."""
+        rig = Rig(num_blocks=2)
+        for name in "ab":
+            rig.add(request_of(name, tuple(range(8)), 1))
+            rig.drain()
+        assert rig.finished == {"a": Finish.LENGTH, "b": Finish.LENGTH}
+        assert rig.worker.num_run_tokens == 16
+
     def test_generated_blocks_are_found_by_the_next_turn(self):
         rig = Rig()
         rig.add(request_of("a", (1, 2, 3), 6))
@@ -350,6 +359,26 @@ class TestRecurrentModels:
             plan = rig.schedule()
             rig.drain()
         assert rows(plan)[0][0] == 48
+
+    def test_an_abort_with_a_state_under_way_keeps_nothing_of_it(self):
+        rig = self.rig()
+        rig.add(replace(request_of("a", tuple(range(90)), 2), boundaries=(50,)))
+        while not rig.schedule().copies:
+            rig.apply()
+        rig.abort("a")
+        while rig.results:
+            rig.apply()
+        assert rig.kv.used_bytes == 0
+        rig.add(request_of("b", tuple(range(90)), 2))
+        assert rows(rig.schedule())[0][0] == 0
+        rig.drain()
+
+    def test_a_prompt_shorter_than_a_block_waits_for_nobody(self):
+        rig = self.rig()
+        rig.add(request_of("a", tuple(range(90)), 2))
+        rig.add(request_of("b", (0, 1), 2))
+        assert len(rig.schedule().new_sequences) == 2
+        rig.drain()
 
     def test_siblings_wait_for_the_state_where_they_part(self):
         """As long as the first has not passed that place."""
