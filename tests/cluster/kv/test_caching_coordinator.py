@@ -75,11 +75,11 @@ class TestCheckpoints:
         begun(kv, 1, tokens, 32)
         (first,) = kv.checkpoint(1, 32, PointKind.TURN_END)
         kv.confirm_checkpoint(1, 32)
+        advance(kv, 1, tokens, 32, 48)
         kv.start(2, kv.get_computed_blocks(b"", 1000), b"")
         num_tokens = SIZE
         while kv.allocate(2, num_tokens) is not None:
             num_tokens += SIZE
-        advance(kv, 1, tokens, 32, 33)
         (second,) = kv.checkpoint(1, 48, PointKind.TURN_END)
         assert second.target == first.target
         assert kv.checkpoint(1, 64, PointKind.HEAD) == (), "and there is no second one"
