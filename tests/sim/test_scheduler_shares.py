@@ -106,8 +106,7 @@ class TestRetryHint:
             fill(sim, QUEUES[queue], until_s, seed=until_s)
             sim.run(until_s)
             one_more = (request for _, request in replace(QUEUES[queue][0], name="late").requests(9e9, Random(0)))
-            while sim.arrive(next(one_more)):
-                pass
+            assert not all(sim.arrive(next(one_more)) for _ in range(max_waiting + 1)), "nobody was refused"
             waiting = [t for t in sim.traces.values() if t.finish is None and t.first_work is None]
             assert len(waiting) == max_waiting
             _, hint_s, refused_at_s = sim.refusals[-1]
