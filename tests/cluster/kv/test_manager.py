@@ -320,3 +320,71 @@ def test_what_a_split_leaves_in_one_pool_another_can_have():
     assert (shrunk.pool_id, grown.pool_id) == (1, 0)
     assert shrunk.num_blocks * 8192 + grown.num_blocks * 512 <= layout.budget_bytes
     kv.check()
+
+
+class TestMovedBlocks:
+    """Pages of 512 and 8,192 bytes; the boundary moves over blocks that somebody holds."""
+
+    def ledger(self, num_blocks, num_states):
+        groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
+        pools = (KVPool(0, 512, (0,), num_blocks), KVPool(1, 8192, (1,), num_states))
+        return KVCacheManager(KVLayout(SIZE, groups, pools, 512 * num_blocks + 8192 * num_states, 4096))
+
+    def begin(self, kv, seq_id, num_tokens, num_registered=0):
+        tokens = tokens_of(10_000 * seq_id, num_tokens)
+        kv.start(seq_id, kv.get_computed_blocks(chain(tokens), num_tokens), chain(tokens))
+        assert kv.allocate(seq_id, num_tokens) is not None
+        kv.register(seq_id, 0, chain(tokens)[: num_registered * 16])
+        return tokens
+
+    def move(self, kv, needs):
+        """Returns the moves of the pool that gives."""
+        coordinator = kv._coordinator
+        coordinator._follow(coordinator.pools.rebalance(needs))
+        kv.check()
+        return dict(kv.take_resizes()[0].moves)
+
+    def test_tables_and_cached_content_follow(self):
+        kv = self.ledger(40, 4)
+        self.begin(kv, 1, 300)
+        tokens = self.begin(kv, 2, 320, num_registered=20)
+        before = kv.block_tables(2)[0]
+        assert before == tuple(range(20, 40))
+        kv.free(1)
+        moves = self.move(kv, [0, 3])
+        assert set(moves) == set(range(24, 40))
+        assert kv.block_tables(2)[0] == tuple(moves.get(block_id, block_id) for block_id in before)
+        kv.free(2, 320)
+        kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 321), chain([*tokens, 1]))
+        assert kv.block_tables(3)[0] == tuple(moves.get(block_id, block_id) for block_id in before)
+
+    def test_checkpoints_that_are_under_way_follow(self):
+        kv = self.ledger(8, 6)
+        self.begin(kv, 1, 16)
+        tokens = self.begin(kv, 2, 32, num_registered=2)
+        (copy,) = kv.checkpoint(2, 32, PointKind.HEAD)
+        assert (copy.source, copy.target) == (2, 3)
+        kv.free(1)
+        moves = self.move(kv, [kv._coordinator.pools[0].num_empty + 3 * 16, 0])
+        assert moves == {3: 1}
+        kv.confirm_checkpoint(2, 32)
+        kv.check()
+        started = kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 33), chain([*tokens, 1]))
+        assert [c.source for c in started.copies] == [1]
+
+    def test_blocks_that_are_to_be_copied_follow(self):
+        """The state that a new sequence goes on from moves before the plan is complete."""
+        kv = self.ledger(8, 6)
+        self.begin(kv, 1, 16)
+        tokens = self.begin(kv, 2, 32, num_registered=2)
+        kv.free(1)
+        kv.free(2, 32)
+        self.begin(kv, 4, 16)
+        kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 33), chain([*tokens, 1]))
+        kv.free(4)
+        moves = self.move(kv, [kv._coordinator.pools[0].num_empty + 3 * 16, 0])
+        assert moves
+        kv.release_sources()
+        kv.free(3, 32)
+        kv.check()
+        assert kv.used_bytes == 0
