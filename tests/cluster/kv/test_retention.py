@@ -6,6 +6,7 @@ from cluster.kv import retention
 from cluster.kv.layout import KVGroup, KVLayout, KVPool
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.points import PointKind
+from cluster.kv.spec import ChunkedLocalSpec
 from tests.cluster.kv.test_manager import FULL, SIZE, STATE, WINDOW, Session, chain, kv_of, tokens_of
 
 
@@ -83,6 +84,59 @@ class TestRunningSequences:
         kv.start(99, kv.get_computed_blocks(chain(half), 801), chain(half))
         evict(kv, 60)
         assert session.lookup(half).num_tokens == 800
+
+
+class TestCopiedBlocks:
+    """A prompt sent again copies its last block; until the plan is complete the source is held, with no cursor on it."""
+
+    def test_the_source_of_a_copy_stays_whatever_its_rank_was(self):
+        kv = kv_of([FULL], 400, policy="lru")
+        session = Session(kv)
+        prompts = [tokens_of(1000 * i, 17)[:16] for i in range(130)]
+        for prompt in prompts:
+            session.run(prompt, [1])
+        evict(kv, kv._coordinator.pools[0].num_evictable - 129)
+        kv.start(999, session.lookup(prompts[1]), chain(prompts[1]))
+        evict(kv)
+        assert session.lookup(prompts[1]).num_tokens == 15
+        assert session.lookup(prompts[2]).num_tokens == 0
+        kv.release_sources()
+        kv.check()
+
+    def test_whoever_ends_there_meanwhile_leaves_it_to_the_next_ranking(self):
+        kv = kv_of([FULL], 20)
+        prompt = tokens_of(0, 48)
+        kv.start(1, kv.get_computed_blocks(chain(prompt), 48), chain(prompt))
+        kv.allocate(1, 48)
+        kv.register(1, 0, chain(prompt))
+        kv.start(2, kv.get_computed_blocks(chain(prompt), 48), chain(prompt))
+        kv.free(1, 48)
+        kv.check()
+        kv.release_sources()
+        kv.free(2, 48)
+        evict(kv, kv._coordinator.pools[0].num_evictable)
+        assert kv.num_cached_blocks == 0
+
+
+class TestChains:
+    def test_nested_prompts_go_altogether_when_all_memory_is_wanted(self):
+        """A point that was inner when it was ranked, and has become a leaf and gone, is passed over."""
+        kv = kv_of([FULL, WINDOW], 600)
+        session = Session(kv)
+        for num_tokens in (33, 65, 129, 1601):
+            session.run(tokens_of(0, num_tokens))
+        evict(kv, kv._coordinator.pools[0].num_evictable)
+        assert kv.snapshot() == []
+        assert kv._coordinator.tree.num_segments == 0
+
+    def test_a_point_that_needs_nothing_is_kept(self):
+        """At a chunk's start nothing before it is seen: it is as good without its blocks."""
+        kv = kv_of([ChunkedLocalSpec(1, 8, 2 * SIZE)], 12)
+        session = Session(kv)
+        for i in range(30):
+            session.run(tokens_of(1000 * i, 2 * SIZE + 1))
+        assert [session.lookup(tokens_of(1000 * i, 2 * SIZE + 1)).num_tokens for i in range(30)] == [2 * SIZE] * 30
+        assert kv.num_cached_blocks <= 12
 
 
 class TestCheckpoints:
