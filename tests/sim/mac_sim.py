@@ -120,7 +120,15 @@ class MacSim:
     """Events in the order of their time; the worker runs one plan after the other."""
 
     def __init__(
-        self, specs, config: SchedulerConfig, *, num_longest, worker=QuickWorker, check_every=0, late_share=0.0
+        self,
+        specs,
+        config: SchedulerConfig,
+        *,
+        num_longest,
+        worker=QuickWorker,
+        check_every=0,
+        late_share=0.0,
+        slowness=1.0,
     ):
         self.config = config
         self.layout = layout_for(specs, num_longest, config)
@@ -134,6 +142,7 @@ class MacSim:
         self._agenda: list[tuple[float, int, object]] = []
         self._num_agenda = 0
         self._check_every = check_every
+        self._slowness = slowness
         # How often whoever plans is not there when something has happened.
         self._late_share = late_share
         self._random = Random(0)
@@ -247,7 +256,7 @@ class MacSim:
                 assert self.results or not self.scheduler.has_work(), "work, nothing in flight, and no plan"
                 break
             result = self.worker.run(plan)
-            run_s = STEP_S + TOKEN_S * sum(s.num_tokens for s in plan.slices)
+            run_s = self._slowness * (STEP_S + TOKEN_S * sum(s.num_tokens for s in plan.slices))
             self.busy_until_s = max(self.now_s, self.busy_until_s) + run_s
             self.results.append((self.busy_until_s, replace(result, run_s=run_s)))
 

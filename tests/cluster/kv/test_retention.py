@@ -87,7 +87,7 @@ class TestRunningSequences:
 
 
 class TestCopiedBlocks:
-    """A prompt sent again copies its last block; until the plan is complete the source is held, with no cursor on it."""
+    """A prompt sent again copies its last block; until the plan is complete the source is held, without a cursor."""
 
     def test_the_source_of_a_copy_stays_whatever_its_rank_was(self):
         kv = kv_of([FULL], 400, policy="lru")
