@@ -269,7 +269,8 @@ class Retention:
             segment.is_point = segment.is_point and segment.end == old_end
             if self._is_full_only and self.evictor.has_evictable_tail(segment):
                 self._requeue(segment, kind, age)
-        elif parent is not None:
+        else:
+            assert parent is not None
             self._prune(parent)
 
     def _requeue(self, segment: Segment, kind: int, age: int) -> None:
