@@ -12,7 +12,6 @@ The unit is the resume point: the end of a segment with all that lets a sequence
 from bisect import insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from math import inf
 
 from cluster.kv.events import EventLog
 from cluster.kv.evictor import Evictor
@@ -127,8 +126,6 @@ class Retention:
 
     def worth(self, sequence: Sequence, depth: int, kind: PointKind) -> float:
         """Rank of a checkpoint that a running sequence would make after `depth` blocks. O(segments above)."""
-        if kind is PointKind.INTERVAL:
-            return -inf
         fallback = max((at for at in sequence.pending if at < depth), default=0)
         fallback = max(fallback, sequence.cursor.end if sequence.cursor.is_point else fallback_of(sequence.cursor))
         lost = float(depth - fallback) * self._block_size
