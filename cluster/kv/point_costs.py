@@ -35,6 +35,10 @@ class PointCosts:
             freed += page_bytes * (end - max(manager.first_needed(end * self._block_size), fallback))
         return freed
 
+    def is_free(self, segment: Segment) -> bool:
+        """Whether nothing at all is needed there: at a chunk's start, where all layers attend within their chunk."""
+        return not self._full_page_bytes and self.inner_bytes(segment, 0) == 0
+
 
 def fallback_of(segment: Segment) -> int:
     """Where a request would resume if this point were gone: the nearest point above, in blocks."""
