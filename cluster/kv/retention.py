@@ -293,11 +293,8 @@ class Retention:
                 if self.evictor.has_evictable_tail(segment):
                     self._requeue(segment, self._kind_of(segment), self.clock - segment.last_use)
                 return
-            end = self.evictor.first_unreferenced(segment, segment.start)
-            is_gone = end == segment.start
-            self.evictor.trim(segment, end, is_orphan=True)
-            if not is_gone:
-                return
+            # Whoever is still to copy its last block knows that by its id.
+            self.evictor.trim(segment, segment.start, is_orphan=True)
             segment = parent
 
     def _remember(self, segment: Segment) -> None:
