@@ -17,7 +17,6 @@ from cluster.kv.events import EventLog
 from cluster.kv.evictor import Evictor
 from cluster.kv.group_managers import GroupManager
 from cluster.kv.hashing import HASH_BYTES
-from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
 from cluster.kv.point_costs import PointCosts, fallback_of
 from cluster.kv.points import PointKind, StopModel
@@ -249,9 +248,8 @@ class Retention:
             return  # A sequence is just starting from it.
         segment.is_point = False
         for manager in states:
-            if segment.blocks[manager.group_id][-1] != NULL_BLOCK:
-                num_dropped = self.evictor.clear(segment, manager, segment.end - 1, segment.end)
-                self.evictor.counts[manager.group_id].num_ranked += num_dropped
+            num_dropped = self.evictor.clear(segment, manager, segment.end - 1, segment.end)
+            self.evictor.counts[manager.group_id].num_ranked += num_dropped
         self.evictor.thin_upwards(segment)
 
     def _drop_leaf(self, segment: Segment, kind: int, num_blocks: int) -> None:
@@ -281,9 +279,10 @@ class Retention:
         else:
             fallback = fallback_of(segment)
             lost, freed = float(segment.end - fallback) * self._block_size, self._costs.leaf_bytes(segment, fallback)
-        if freed:
-            rank = self._policy.rank(segment.gap, segment.priority, age, lost, freed)
-            insort(self._queue, (kind, rank, self._number(), segment), key=lambda entry: _descending(entry))
+        # A leaf that is a point needs more than the point above, or it would not have become one.
+        assert freed > 0, "a leaf that frees nothing"
+        rank = self._policy.rank(segment.gap, segment.priority, age, lost, freed)
+        insort(self._queue, (kind, rank, self._number(), segment), key=lambda entry: _descending(entry))
 
     def _prune(self, segment: Segment) -> None:
         """After a leaf is gone: what above it has become a leaf and can't be resumed at its end goes too."""
