@@ -389,6 +389,28 @@ class TestRecurrentModels:
         rig.drain()
         assert rig.worker.num_run_tokens <= 400 + 3 * 302, "the shared part was computed once"
 
+    def test_nobody_waits_for_a_state_that_will_not_be_kept(self):
+        """The running prompt has passed the place where they part."""
+        rig = self.rig()
+        system = tuple(range(400))
+        rig.add(request_of("a", (*system, *range(1000, 1600)), 2))
+        assert rows(rig.schedule()) == [(0, 500, False)]
+        rig.add(request_of("b", (*system, *range(2000, 2100)), 2))
+        assert rows(rig.schedule()) == [(500, 500, True), (0, 100, False)]
+        rig.drain()
+
+    def test_a_state_that_nothing_is_free_for_is_not_kept(self):
+        """Memory for one request and no more: it goes over its last block's end without one."""
+        rig = Rig(layout=layout_of([FULL, STATE], 6, max_model_len=20), max_model_len=20, max_plans_in_flight=1)
+        rig.add(request_of("a", (1, 2, 3), 17))
+        num_copies = {}
+        while rig.scheduler.has_work():
+            plan = rig.schedule()
+            num_copies[plan.slices[0].start] = len(plan.copies)
+            rig.apply()
+        assert {start: num_copies[start] for start in (4, 8, 12, 16)} == {4: 1, 8: 1, 12: 1, 16: 0}
+        rig.verify()
+
     def test_a_long_prefill_keeps_states_on_the_way_while_memory_lies_idle(self):
         rig = self.rig()
         prompt = tuple(range(5000))
