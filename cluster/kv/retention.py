@@ -241,7 +241,7 @@ class Retention:
 
     def _drop_inner(self, segment: Segment) -> None:
         """An inner point goes: its state now, its window as far as nothing else needs it."""
-        if self._is_full_only or not segment.is_point:
+        if self._is_full_only:
             return
         states = [m for m in self._managers if m.is_state]
         if any(self._pools[m.pool_id].ref_count(segment.blocks[m.group_id][-1]) for m in states):
@@ -265,7 +265,7 @@ class Retention:
         if segment.parent is not None:
             # Its running sequences, or its own worth, keep the rest.
             segment.is_point = segment.is_point and segment.end == old_end
-            if self._is_full_only and self.evictor.has_evictable_tail(segment):
+            if self.evictor.has_evictable_tail(segment):
                 self._requeue(segment, kind, age)
         else:
             assert parent is not None
@@ -289,8 +289,7 @@ class Retention:
         while segment.parent is not None and not segment.children and not segment.num_cursors:
             parent = segment.parent
             if segment.is_point or self._is_full_only:
-                if self.evictor.has_evictable_tail(segment):
-                    self._requeue(segment, self._kind_of(segment), self.clock - segment.last_use)
+                self._requeue(segment, self._kind_of(segment), self.clock - segment.last_use)
                 return
             # Whoever is still to copy its last block knows that by its id.
             self.evictor.trim(segment, segment.start, is_orphan=True)
