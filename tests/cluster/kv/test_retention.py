@@ -43,6 +43,7 @@ class TestRunningSequences:
         evict(kv)
         assert session.lookup(prompts[1]).num_tokens == 16
         assert session.lookup(prompts[2]).num_tokens == 0
+        assert [s.is_point for s in kv._coordinator.tree.walk() if s.children] == [True]
 
     def test_the_state_that_somebody_is_starting_from_stays(self):
         """Making room for its copy asks for the one point that ranks lowest: the very one to be copied."""
@@ -104,7 +105,9 @@ class TestCopiedBlocks:
             session.run(prompt, [1])
         evict(kv, kv._coordinator.pools[0].num_evictable - 129 * len(specs))
         kv.start(999, session.lookup(prompts[1]), chain(prompts[1]))
+        kv.take_events()
         evict(kv)
+        assert [e.hashes for e in kv.take_events()] == [chain(prompts[2])] * len(specs)
         assert session.lookup(prompts[1]).num_tokens == 15
         assert session.lookup(prompts[2]).num_tokens == 0
         kv.release_sources()
