@@ -82,12 +82,9 @@ class Retention:
             segment.gap, segment.last_use = age, clock
         for segment in path[:-1]:
             self._stops.observe(segment, is_stop=False)
-        if path and (end := path[-1]).end < num_wanted:
-            if depth < end.end:
-                self._stops.observe(end, is_stop=False)
-            elif end.children:
-                # It goes on, but not as anything known does.
-                self._stops.observe(end, is_stop=True)
+        if path and depth == (end := path[-1]).end < num_wanted and end.children:
+            # It goes on, but not as anything known does.
+            self._stops.observe(end, is_stop=True)
         return self._observe_ghosts(hashes, depth)
 
     def release(self, is_enough: Callable[[], bool], lacking: Callable[[], int], worth: float | None = None) -> bool:
