@@ -7,7 +7,6 @@ import pytest
 from cluster.scheduling.errors import DuplicateRequest, QueueFull
 from cluster.scheduling.request import Finish
 from cluster.scheduling.stats import SchedulerStats
-from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of
 from tests.cluster.scheduling.fake_worker import undisturbed
 from tests.cluster.scheduling.rig import Rig, request_of, rows
 
@@ -137,6 +136,40 @@ class TestOneRequest:
         assert rig.schedule().released_seq_ids == (1,)
         assert list(rig.worker.sequences) == [2]
         rig.drain()
+
+
+class TestShares:
+    def first_after_abort(self, num_steps):
+        """Of two tenants with two prompts each, who goes next when the first prompt is aborted after so many steps."""
+        rig = Rig(num_blocks=40, max_num_seqs=1, max_plans_in_flight=1)
+        for number, (tenant, length) in enumerate([("a", 60), ("b", 20), ("a", 20), ("b", 20)]):
+            rig.add(
+                replace(request_of(f"{tenant}{number}", range(100 * number, 100 * number + length), 2), tenant=tenant)
+            )
+        for _ in range(num_steps):
+            rig.step()
+        rig.abort("a0")
+        while not rig.finished.keys() - {"a0"}:
+            rig.step()
+        rig.drain()
+        return [name for name in rig.finished if name != "a0"]
+
+    def test_an_aborted_request_is_charged_what_was_run_of_it(self):
+        """16 tokens of 62 leave its tenant behind one that had 22, once that one has had them."""
+        assert self.first_after_abort(2) == ["b1", "a2", "b3"]
+        assert self.first_after_abort(6) == ["b1", "b3", "a2"]
+
+    def test_a_preempted_request_is_charged_what_was_run_before(self):
+        rig = Rig(num_blocks=40, max_plans_in_flight=1)
+        rig.add(request_of("a", tuple(range(30)), 2))
+        for _ in range(3):
+            rig.step()
+        rig.lose_worker()
+        refunds = []
+        charge = rig.scheduler._waiting.charge
+        rig.scheduler._waiting.charge = lambda *a, **k: refunds.append(a) or charge(*a, **k)
+        rig.abort("a")
+        assert refunds == [("", 24 - 32)]
 
 
 class TestBatching:
@@ -275,6 +308,15 @@ class TestPrefixCache:
         assert len(lookups) == 2, "one each"
         rig.drain()
 
+    def test_a_cached_prompt_that_leaves_no_room_for_itself_is_computed_again(self):
+        """Its last block would be copied before it is written, and there is no third block."""
+        rig = Rig(num_blocks=2)
+        for name in "ab":
+            rig.add(request_of(name, tuple(range(8)), 1))
+            rig.drain()
+        assert rig.finished == {"a": Finish.LENGTH, "b": Finish.LENGTH}
+        assert rig.worker.num_run_tokens == 16
+
     def test_generated_blocks_are_found_by_the_next_turn(self):
         rig = Rig()
         rig.add(request_of("a", (1, 2, 3), 6))
@@ -289,50 +331,3 @@ class TestPrefixCache:
             rig.add(request_of(name, tuple(range(10)), 2))
             rig.drain()
         assert rig.scheduler.stats().num_cached_tokens == 0
-
-
-class TestRecurrentModels:
-    """A prefix is resumable only where a state was kept."""
-
-    def rig(self, **limits):
-        options = {"max_model_len": 6000, "max_num_batched_tokens": 600, "max_chunk_tokens": 500}
-        return Rig(layout=layout_of([FULL, STATE], 4000, max_model_len=6000), checked=False, **options | limits)
-
-    def test_a_turn_is_resumed_where_it_ended(self):
-        rig = self.rig()
-        prompt = tuple(range(101))
-        rig.add(request_of("a", prompt, 30))
-        rig.drain()
-        rig.add(request_of("b", (*prompt, *rig.tokens["a"], 7, 8, 9), 4))
-        assert rows(rig.schedule())[0][0] == 128
-        rig.drain()
-
-    def test_a_hinted_boundary_is_shared_from_the_second_request_on(self):
-        rig = self.rig()
-        system = tuple(range(50))
-        for name, start in (("a", 100), ("b", 200)):
-            request = replace(request_of(name, (*system, *range(start, start + 30)), 2), boundaries=(50,))
-            rig.add(request)
-            plan = rig.schedule()
-            rig.drain()
-        assert rows(plan)[0][0] == 48
-
-    def test_siblings_wait_for_the_state_where_they_part(self):
-        """As long as the first has not passed that place."""
-        rig = self.rig(max_chunk_tokens=256)
-        system = tuple(range(400))
-        for name, start in (("a", 1000), ("b", 2000), ("c", 3000)):
-            rig.add(request_of(name, (*system, *range(start, start + 300)), 2))
-        rig.drain()
-        assert rig.worker.num_run_tokens <= 400 + 3 * 302, "the shared part was computed once"
-
-    def test_a_long_prefill_keeps_states_on_the_way_while_memory_lies_idle(self):
-        rig = self.rig()
-        prompt = tuple(range(5000))
-        rig.add(request_of("a", prompt, 1))
-        for _ in range(9):
-            rig.step()
-        rig.abort("a")
-        rig.add(request_of("b", prompt, 1))
-        assert rows(rig.schedule())[0][0] >= 2048
-        rig.drain()
