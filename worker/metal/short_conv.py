@@ -72,8 +72,6 @@ SOURCE = r"""
       for (int j = 0; j < K; j++) {
         sum += weight[j] * window[u + j];
       }
-      // The convolution's result is rounded before SiLU sees it, as when they are two operations.
-      sum = float(T(sum));
       if (u < count) {
         y[(first + t + u) * C + channel] = T(SILU ? sum / (1.0f + metal::exp(-sum)) : sum);
       }
