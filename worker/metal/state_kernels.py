@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from worker.metal import state_self_test, state_twins
@@ -46,43 +46,69 @@ def choose_state_kernels(shapes: Sequence[StateLayerShape], metal_kernel: MetalK
     `metal_kernel` is None on a machine without Metal. `CIDERY_GDN_LAZY_KERNELS=0` forces the twins. Raises ValueError
     if that is neither 0 nor 1.
     """
+    if metal_kernel is None:
+        return twin_state_kernels()
+    if not is_switched_on():
+        logger.info("metal kernels for recurrent layers off: %s=0", _SWITCH)
+        return twin_state_kernels()
+    works = set()
+    for name, check in CHECKS.items():
+        if not any(isinstance(shape, _SHAPES[name]) for shape in shapes):
+            continue
+        failure = check(metal_kernel, shapes)
+        if failure is None:
+            works.add(name)
+        else:
+            logger.warning("metal %s off, plain MLX instead: %s", name, failure)
+    return state_kernels(metal_kernel, works)
+
+
+def is_switched_on() -> bool:
+    """Whether `CIDERY_GDN_LAZY_KERNELS` allows the kernels. Raises ValueError if it is neither 0 nor 1."""
     switch = os.environ.get(_SWITCH, "1")
     if switch not in ("0", "1"):
         raise ValueError(f"{_SWITCH} is {switch!r}; allowed are 0 and 1")
-    if metal_kernel is None or switch == "0":
-        if metal_kernel is not None:
-            logger.info("metal kernels for recurrent layers off: %s=0", _SWITCH)
-        return twin_state_kernels()
+    return switch == "1"
+
+
+def state_kernels(metal_kernel: MetalKernel, works: Collection[str]) -> StateKernels:
+    """The kernels that work, by the names of `CHECKS`, and twins for the others."""
     twins = twin_state_kernels()
-    of_kind: dict[type, list[StateLayerShape]] = {GatedDeltaShape: [], Mamba2Shape: [], ShortConvShape: []}
-    for shape in shapes:
-        of_kind[type(shape)].append(shape)
-    gated_delta = _choose("gated_delta", GatedDelta(metal_kernel), twins.gated_delta, of_kind[GatedDeltaShape])
-    mamba2 = _choose("mamba2", Mamba2(metal_kernel), twins.mamba2, of_kind[Mamba2Shape])
-    short_conv = _choose("short_conv", ShortConv(metal_kernel), twins.short_conv, of_kind[ShortConvShape])
-    chosen = {"gated_delta": gated_delta, "mamba2": mamba2, "short_conv": short_conv}
-    on_metal = frozenset(name for name, launch in chosen.items() if launch is not getattr(twins, name))
-    return StateKernels(on_metal, gated_delta, mamba2, short_conv)
+    return StateKernels(
+        frozenset(works),
+        GatedDelta(metal_kernel) if "gated_delta" in works else twins.gated_delta,
+        Mamba2(metal_kernel) if "mamba2" in works else twins.mamba2,
+        ShortConv(metal_kernel) if "short_conv" in works else twins.short_conv,
+    )
 
 
-def _choose(name: str, kernel: Launch, twin: Launch, shapes: Sequence[StateLayerShape]) -> Launch:
-    """The kernel if the model has such layers and it agrees with its twin for all of them."""
-    if not shapes:
-        return twin
-    for shape in shapes:
-        if not _is_supported(shape):
-            logger.info("metal %s off, plain MLX instead: %s is beyond what it supports", name, shape)
-            return twin
-    failure = state_self_test.run(kernel, twin, shapes)
-    if failure is not None:
-        logger.warning("metal %s off, plain MLX instead: %s", name, failure)
-        return twin
-    return kernel
+def _check_gated_delta(metal_kernel: MetalKernel, needs: Sequence[object]) -> str | None:
+    shapes = [shape for shape in needs if isinstance(shape, GatedDeltaShape)]
+    beyond = [shape for shape in shapes if not GatedDelta.supports(shape.key_dim, shape.value_dim)]
+    return _beyond(beyond) or state_self_test.run(GatedDelta(metal_kernel), state_twins.gated_delta, shapes)
 
 
-def _is_supported(shape: StateLayerShape) -> bool:
-    if isinstance(shape, GatedDeltaShape):
-        return GatedDelta.supports(shape.key_dim, shape.value_dim)
-    if isinstance(shape, Mamba2Shape):
-        return Mamba2.supports(shape.head_dim, shape.state_dim)
-    return ShortConv.supports(shape.kernel_width)
+def _check_mamba2(metal_kernel: MetalKernel, needs: Sequence[object]) -> str | None:
+    shapes = [shape for shape in needs if isinstance(shape, Mamba2Shape)]
+    beyond = [shape for shape in shapes if not Mamba2.supports(shape.head_dim, shape.state_dim)]
+    return _beyond(beyond) or state_self_test.run(Mamba2(metal_kernel), state_twins.mamba2, shapes)
+
+
+def _check_short_conv(metal_kernel: MetalKernel, needs: Sequence[object]) -> str | None:
+    shapes = [shape for shape in needs if isinstance(shape, ShortConvShape)]
+    beyond = [shape for shape in shapes if not ShortConv.supports(shape.kernel_width)]
+    return _beyond(beyond) or state_self_test.run(ShortConv(metal_kernel), state_twins.short_conv, shapes)
+
+
+def _beyond(shapes: Sequence[object]) -> str | None:
+    return f"{shapes[0]} is beyond what it supports" if shapes else None
+
+
+_SHAPES: dict[str, type] = {"gated_delta": GatedDeltaShape, "mamba2": Mamba2Shape, "short_conv": ShortConvShape}
+# Kernels that stand or fall together: None if they are right for those of a model's layers that concern them, else what
+# went wrong, for people. A layer beyond what they support is no error and counts as wrong.
+CHECKS: dict[str, Callable[[MetalKernel, Sequence[object]], str | None]] = {
+    "gated_delta": _check_gated_delta,
+    "mamba2": _check_mamba2,
+    "short_conv": _check_short_conv,
+}
