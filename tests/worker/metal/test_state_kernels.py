@@ -3,6 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
@@ -122,6 +124,46 @@ def test_rows_know_their_tiles():
     assert rows_of([1, 1]).is_decode
     expected = [[0, 5, int(rows.slots[0]), 0], [5, 0, int(rows.slots[1]), 0]]
     assert rows.sequence_array.tolist()[:2] == expected
+
+
+_CHAIN = st.lists(
+    st.lists(
+        st.tuples(st.integers(-1, 4), st.sampled_from([0, 1, 1, 2, 9, 33, 40]), st.booleans()),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda sequence: sequence[0],
+    ).filter(lambda sequences: any(length for _, length, _ in sequences)),
+    min_size=1,
+    max_size=5,
+)
+_SMALL = {
+    GatedDelta: GatedDeltaShape(1, 2, 64, 8, mx.float32),
+    Mamba2: Mamba2Shape(2, 1, 8, 64, mx.float32, (0.0, 10.0)),
+    ShortConv: ShortConvShape(5, 3, mx.float32, mx.float32, has_bias=True, has_silu=True),
+}
+_TWINS = {GatedDelta: state_twins.gated_delta, Mamba2: state_twins.mamba2, ShortConv: state_twins.short_conv}
+
+
+@pytest.mark.parametrize("kernel", _SMALL, ids=lambda kernel: kernel.__name__)
+@given(chain=_CHAIN)
+@settings(max_examples=12, deadline=None)
+def test_any_chain_of_launches_is_what_the_twin_makes_of_it(kernel, chain):
+    """Slots that begin, go on, rest, are skipped and begin again, in steps of any raggedness, over one pool."""
+    require_toolchain()
+    shape = _SMALL[kernel]
+    launch, twin = kernel(MslHost()), _TWINS[kernel]
+    ours, theirs = (normal(1, 5, *shape.pool[0]) for _ in range(2))
+    mx.eval(ours, theirs)
+    token = None
+    for number, sequences in enumerate(chain):
+        slots, lengths, fresh = zip(*sequences, strict=True)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        rows = StateRows(offsets, np.array(slots, np.int32), np.array(fresh))
+        inputs = shape.inputs(rows.num_rows, number)
+        y, token = launch(*inputs, ours, rows, token, **shape.keywords)
+        expected, _ = twin(*inputs, theirs, rows, **shape.keywords)
+        assert mx.allclose(y, expected, rtol=1e-4, atol=1e-4)
+        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
