@@ -147,16 +147,17 @@ def test_prefill_cut_in_two_gives_the_same_bits(cut):
     assert np.array_equal(bits(parts), bits(pool))
 
 
-def test_step_reads_and_writes_each_state_once_and_chunk_too():
+def test_each_state_is_read_and_written_once_by_whole_lines():
     for lengths in ([1, 1, 1], [20, 9]):
         case = {"heads": (2, 4), "dims": (64, 64), "dtype": mx.float32, "by_channel": False, "rows": rows_of(lengths)}
         inputs, pool, rows = _case(**case)
-        host = MslHost()
+        host = MslHost(count_lines=True)
         GatedDelta(host)(*inputs, pool, rows)
         (record,) = host.records
         state_bytes = len(lengths) * pool[0].nbytes
         counts = record.buffers["pool"]
         assert counts.bytes_read == counts.bytes_written == state_bytes
+        assert counts.load_lines == counts.least_load_lines
         assert record.threadgroup_memory <= 16 * 1024
 
 

@@ -126,14 +126,15 @@ def test_prefill_cut_in_two_gives_the_same_bits(cut):
     assert np.array_equal(bits(parts), bits(pool))
 
 
-def test_each_state_is_read_and_written_once():
+def test_each_state_is_read_and_written_once_by_whole_lines():
     for lengths in ([1, 1, 1], [20, 9]):
         inputs, pool, rows = _case(heads=(4, 2), dims=(32, 64), dtype=mx.float32, rows=rows_of(lengths))
-        host = MslHost()
+        host = MslHost(count_lines=True)
         Mamba2(host)(*inputs, pool, rows, time_step_limit=_LIMIT)
         (record,) = host.records
         counts = record.buffers["pool"]
         assert counts.bytes_read == counts.bytes_written == len(lengths) * pool[0].nbytes
+        assert counts.load_lines == counts.least_load_lines
         assert record.threadgroup_memory <= 16 * 1024
 
 

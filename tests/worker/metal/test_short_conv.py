@@ -141,14 +141,15 @@ def test_prefill_cut_in_two_gives_the_same_bits(cut):
 
 
 def test_inputs_before_a_tile_are_all_that_is_read_twice():
-    inputs, weights, bias, pool, rows = _case(24, 4, mx.float32, mx.float32, True, True, rows_of([70, 1]))
-    host = MslHost()
+    inputs, weights, bias, pool, rows = _case(64, 4, mx.float32, mx.float32, True, True, rows_of([70, 1]))
+    host = MslHost(count_lines=True)
     ShortConv(host)(inputs, weights, bias, pool, rows, silu=True)
     (record,) = host.records
     counts = record.buffers["inputs"]
     # Two of the three tiles, and the state that the first one leaves.
-    assert counts.bytes_read == counts.unique_bytes_read + 3 * 3 * 24 * 4
-    assert record.buffers["pool"].bytes_read == record.buffers["pool"].bytes_written == 2 * 3 * 24 * 4
+    assert counts.load_lines == counts.least_load_lines
+    assert counts.bytes_read == counts.unique_bytes_read + 3 * 3 * 64 * 4
+    assert record.buffers["pool"].bytes_read == record.buffers["pool"].bytes_written == 2 * 3 * 64 * 4
 
 
 @pytest.mark.parametrize("case", [_CASES[1], _CASES[3]], ids=case_id)
