@@ -306,15 +306,15 @@ def check_inputs(
     value_heads, value_dim = values.shape[1:]
     if value_heads % key_heads:
         raise ValueError(f"{value_heads} value heads can't be shared evenly by {key_heads} key heads")
-    wanted: dict[str, tuple[mx.array, list[tuple[int, ...]]]] = {
-        "keys": (keys, [queries.shape]),
-        "values": (values, [(num_rows, value_heads, value_dim)]),
-        "gates": (gates, [(num_rows, value_heads), (num_rows, value_heads, key_dim)]),
-        "betas": (betas, [(num_rows, value_heads)]),
-    }
-    for name, (array, shapes) in wanted.items():
-        if array.shape not in shapes:
-            raise ValueError(f"{name} have shape {array.shape}; allowed: {' or '.join(map(str, shapes))}")
+    by_head = (num_rows, value_heads)
+    for name, shape, allowed in (
+        ("keys", keys.shape, (queries.shape,)),
+        ("values", values.shape, ((*by_head, value_dim),)),
+        ("gates", gates.shape, (by_head, (*by_head, key_dim))),
+        ("betas", betas.shape, (by_head,)),
+    ):
+        if shape not in allowed:
+            raise ValueError(f"{name} have shape {shape}; allowed: {' or '.join(map(str, allowed))}")
     if pool.dtype != mx.float32:
         raise ValueError(f"the pool is {pool.dtype}; states are float32")
     rows.check(num_rows, pool, (value_heads, value_dim, key_dim))

@@ -316,17 +316,17 @@ def check_inputs(
     groups, state_dim = b.shape[1:]
     if heads % groups:
         raise ValueError(f"{heads} heads can't be shared evenly by {groups} groups")
-    wanted = {
-        "a_log": (a_log, (heads,)),
-        "b": (b, (num_rows, groups, state_dim)),
-        "c": (c, (num_rows, groups, state_dim)),
-        "d": (d, (heads,)),
-        "dt": (dt, (num_rows, heads)),
-        "dt_bias": (dt_bias, (heads,)),
-    }
-    for name, (array, shape) in wanted.items():
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; {shape} is needed")
+    by_head, mix = (num_rows, heads), (num_rows, groups, state_dim)
+    for name, shape, needed in (
+        ("a_log", a_log.shape, (heads,)),
+        ("b", b.shape, mix),
+        ("c", c.shape, mix),
+        ("d", d.shape, (heads,)),
+        ("dt", dt.shape, by_head),
+        ("dt_bias", dt_bias.shape, (heads,)),
+    ):
+        if shape != needed:
+            raise ValueError(f"{name} has shape {shape}; {needed} is needed")
     if pool.dtype != mx.float32:
         raise ValueError(f"the pool is {pool.dtype}; states are float32")
     rows.check(num_rows, pool, (heads, head_dim, state_dim))

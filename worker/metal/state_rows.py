@@ -37,10 +37,15 @@ class StateRows:
         """Rows of each sequence."""
         return np.diff(self.offsets).astype(np.int32)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Of all sequences."""
         return int(self.offsets[-1])
+
+    @cached_property
+    def max_slot(self) -> int:
+        """The last slot that is read or written, -1 if none is."""
+        return int(self.slots.max(initial=-1))
 
     @property
     def num_sequences(self) -> int:
@@ -69,12 +74,13 @@ class StateRows:
 
     def check(self, num_rows: int, pool: mx.array, state_shape: tuple[int, ...]) -> None:
         """That a layer's rows and its pool fit; raises ValueError."""
+        num_slots, *shape = pool.shape
         if num_rows != self.num_rows or num_rows == 0:
             raise ValueError(f"there are {num_rows} rows; offsets are for {self.num_rows}, and one is needed")
-        if pool.shape[1:] != state_shape:
-            raise ValueError(f"the pool has states of shape {pool.shape[1:]}; the inputs are for {state_shape}")
-        if self.slots.max() >= pool.shape[0]:
-            raise ValueError(f"slot {self.slots.max()} is outside of a pool of {pool.shape[0]} states")
+        if tuple(shape) != state_shape:
+            raise ValueError(f"the pool has states of shape {tuple(shape)}; the inputs are for {state_shape}")
+        if self.max_slot >= num_slots:
+            raise ValueError(f"slot {self.max_slot} is outside of a pool of {num_slots} states")
 
 
 def token_or_none(after: mx.array | None) -> mx.array:
