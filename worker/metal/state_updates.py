@@ -21,8 +21,8 @@ class SlotStates:
     """The states of the rows that a mixer is called with; stands where it expects their array.
 
     `pool [num_slots, *state]` float32; `token` is that of the last launch over the pool, None if it was evaluated.
-    After the call it is the new one, which the next launch over the pool must get. A step evaluates it, even where no one
-    needs the outputs: a kernel whose results are not wanted does not run, and its states stay as they were.
+    After the call it is the new one, which the next launch over the pool must get. A step evaluates it, even where
+    nobody needs the outputs: a kernel whose results are not wanted does not run, and its states stay as they were.
     """
 
     pool: mx.array
