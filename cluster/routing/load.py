@@ -91,7 +91,8 @@ class LoadBook:
                 depth += 1
             if depth > first:
                 self._count(booking, -1)
-                booking.num_done_tokens = min(depth * block_size, booking.num_tokens)
+                # One token is left until the first one of the answer is there.
+                booking.num_done_tokens = min(depth * block_size, booking.num_tokens - 1)
                 self._count(booking, 1)
             if depth == len(hashes):
                 self._confirm(booking)

@@ -44,7 +44,7 @@ class Policy(Protocol):
 
 
 class PredictedSeconds:
-    """Least total_s. Among equals: the session's Mac, the most cached, the least recent work, turns. Names never decide."""
+    """Least total_s. Among equals: the session's Mac, the most cached, least recent work, turns; names never decide."""
 
     counts_pending = True
 

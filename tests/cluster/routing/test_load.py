@@ -52,7 +52,7 @@ def test_a_whole_prompt_that_is_cached_still_runs_a_token(loads: LoadBook) -> No
     book(loads, "a", num_tokens=64, matched=63)
     loads.progress(0, 16, lambda slot, block_hash: True)
     loads.check()
-    assert loads.load(0) == MacLoad(1, 0, 0)
+    assert loads.load(0) == MacLoad(1, 1, 0)
 
 
 def test_a_first_token_turns_prefill_into_decoding_once(loads: LoadBook) -> None:

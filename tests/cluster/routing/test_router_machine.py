@@ -342,12 +342,13 @@ class RouterMachine(RuleBasedStateMachine):
         epoch, seq, events = batch
         twin = self.joined.get(name)
         answer = self.router.apply_events(name, epoch, seq, events)
-        if twin is None or twin.epoch != epoch or twin.is_lost or seq < twin.next_seq or not twin.is_synced:
+        if twin is None or twin.epoch != epoch or twin.is_lost:
             assert answer is Applied.RESYNC
             return
-        if seq > twin.next_seq:
-            twin.is_synced = False
+        if seq != twin.next_seq or not twin.is_synced:
+            twin.is_synced &= seq < twin.next_seq
             assert answer is Applied.RESYNC
+            self._progress(name)
             return
         twin.next_seq += 1
         for event in events:
@@ -374,7 +375,7 @@ class RouterMachine(RuleBasedStateMachine):
             while depth < len(each.hashes) and each.hashes[depth] in held:
                 depth += 1
             if depth > first:
-                each.num_done_tokens = depth * 16
+                each.num_done_tokens = min(depth * 16, each.num_tokens - 1)
             each.is_pending &= depth < len(each.hashes)
 
     def _end_incarnation(self, name: str) -> None:
