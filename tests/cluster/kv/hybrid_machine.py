@@ -7,6 +7,7 @@ from cluster.kv.events import BlocksStored, xor_of
 from cluster.kv.hashing import hash_blocks, join_hashes, root_hash, split_hashes
 from cluster.kv.layout import KVGroup, KVLayout, KVPool
 from cluster.kv.manager import KVCacheManager
+from cluster.kv.points import PointKind
 from cluster.kv.spec import ChunkedLocalSpec, FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec, StateTensor
 
 SIZE = 4
@@ -118,7 +119,7 @@ class HybridMachine(RuleBasedStateMachine):
         data=st.data(),
         num_old=st.integers(0, 40),
         new=st.lists(st.integers(0, 1), max_size=9),
-        points=st.lists(st.integers(1, 40), max_size=3),
+        points=st.dictionaries(st.integers(1, 40), st.sampled_from(PointKind), max_size=3),
     )
     def start(self, data, num_old, new, points):
         """A prompt that often begins as an earlier one did."""
@@ -132,7 +133,9 @@ class HybridMachine(RuleBasedStateMachine):
             return
         self.num_started += 1
         seq_id = self.num_started
-        started = self.kv.start(seq_id, computed, hashes, points=[p for p in points if p <= len(tokens)])
+        started = self.kv.start(
+            seq_id, computed, hashes, points={at: kind for at, kind in points.items() if at <= len(tokens)}
+        )
         self.follow()
         self.copy(started.copies)
         self.kv.release_sources()
@@ -160,14 +163,14 @@ class HybridMachine(RuleBasedStateMachine):
                 assert held[1][: len(wanted)] == wanted, "a block in use was overwritten"
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), wants_point=st.booleans())
-    def run(self, data, sizes, wants_point):
+    @rule(data=st.data(), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), kind=st.sampled_from(PointKind))
+    def run(self, data, sizes, kind):
         seq_id = data.draw(st.sampled_from(sorted(self.sequences)))
         for num_tokens in sizes:
             if seq_id in self.sequences:
-                self.compute(seq_id, num_tokens, wants_point)
+                self.compute(seq_id, num_tokens, kind)
 
-    def compute(self, seq_id, num_tokens, wants_point):
+    def compute(self, seq_id, num_tokens, kind):
         """Run some positions, with a checkpoint before them where one can be; register what becomes full."""
         tokens, num_computed, _, _ = self.sequences[seq_id]
         end = min(num_computed + num_tokens, len(tokens))
@@ -183,7 +186,7 @@ class HybridMachine(RuleBasedStateMachine):
             return
         copies = ()
         if self.kv.has_states and num_computed and num_computed % SIZE == 0:
-            copies = self.kv.checkpoint(seq_id, num_computed)
+            copies = self.kv.checkpoint(seq_id, num_computed, kind)
             self.follow()
             self.copy(copies)
         self.check_readable(seq_id)
@@ -195,7 +198,7 @@ class HybridMachine(RuleBasedStateMachine):
                 for i in range(num_computed // SIZE, -(-end // SIZE)):
                     self.put(group, table[i], tokens[: min(end, (i + 1) * SIZE)])
         if copies:
-            self.kv.confirm_checkpoint(seq_id, num_computed, is_point=wants_point)
+            self.kv.confirm_checkpoint(seq_id, num_computed)
         self.sequences[seq_id][1] = end
         first, last = num_computed // SIZE, end // SIZE
         if last > first:
@@ -267,5 +270,5 @@ class HybridMachine(RuleBasedStateMachine):
         for group, block_hash in snapshot:
             digests[group] ^= xor_of(block_hash)
         assert tuple(digests) == self.kv.digests()
-        memory = self.kv.memory
+        memory = self.kv.stats()
         assert sum((memory.referenced_bytes, memory.cached_bytes, memory.free_bytes)) == self.layout.usable_bytes

@@ -7,6 +7,7 @@ from cluster.kv.hashing import hash_blocks, join_hashes, root_hash
 from cluster.kv.layout import KVGroup, KVLayout, KVPool
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
+from cluster.kv.points import PointKind
 from cluster.kv.spec import FullAttentionSpec, KVFormat, RecurrentStateSpec, SlidingWindowSpec, StateTensor
 
 SIZE = 16
@@ -24,11 +25,11 @@ def chain(tokens):
     return join_hashes(hash_blocks(ROOT, tokens, SIZE))
 
 
-def kv_of(specs, num_blocks, **options):
+def kv_of(specs, num_blocks, policy="value", **options):
     """A ledger with a budget of so many blocks of the first group."""
     page = SIZE * FULL.token_bytes
     layout = plan_layout(specs, kv_budget_bytes=num_blocks * page, max_model_len=64, block_size=SIZE, **options)
-    return KVCacheManager(layout)
+    return KVCacheManager(layout, policy=policy)
 
 
 class Session:
@@ -49,7 +50,10 @@ class Session:
         assert kv.can_allocate(computed, len(prompt))
         self.num_started += 1
         seq_id = self.num_started
-        stops = {p // SIZE * SIZE for p in (*points, len(prompt), computed.num_matched_tokens)}
+        stops = {p // SIZE * SIZE: PointKind.HEAD for p in points}
+        stops |= {len(prompt) // SIZE * SIZE: PointKind.PROMPT_END}
+        if computed.parts(SIZE):
+            stops |= {computed.num_matched_tokens // SIZE * SIZE: PointKind.PARTING}
         kv.start(seq_id, computed, chain(prompt), points=stops)
         kv.release_sources()
         position = computed.num_tokens
@@ -59,8 +63,8 @@ class Session:
             end = min(end, len(prompt) if position < len(prompt) else (position // SIZE + 1) * SIZE)
             assert kv.allocate(seq_id, end, position) is not None
             if kv.has_states and position % SIZE == 0 and position:
-                kv.checkpoint(seq_id, position)
-                kv.confirm_checkpoint(seq_id, position, is_point=position in stops)
+                kv.checkpoint(seq_id, position, stops.get(position, PointKind.TURN_END))
+                kv.confirm_checkpoint(seq_id, position)
             first, last = position // SIZE, end // SIZE
             kv.register(seq_id, first, chain(whole)[first * 16 : last * 16])
             position = end
@@ -196,7 +200,8 @@ class TestLookup:
         found = session.lookup([*tokens_of(0, 300), 7])
         assert (found.num_tokens, found.num_matched_tokens, found.limited_by) == (0, 288, 1)
         assert session.lookup(tokens_of(900, 50)).limited_by == 0
-        assert kv.group_counts[1].num_limited == 0, "a look-up alone is not counted"
+        assert found.group_hits == (288, 0)
+        assert kv.stats().groups[1].num_limited == 0, "a look-up alone is not counted"
 
     @pytest.mark.parametrize("num_tokens", [1, 15, 16])
     def test_a_prompt_of_at_most_a_block_finds_nothing_in_an_empty_cache(self, num_tokens):
@@ -208,8 +213,8 @@ class TestLookup:
         kv.start(1, kv.get_computed_blocks(b"", 48), b"")
         kv.allocate(1, 48)
         assert kv.register(1, 0, chain(tokens_of(0, 48))) == []
-        assert kv.checkpoint(1, 48) == ()
-        kv.confirm_checkpoint(1, 48, is_point=True)
+        assert kv.checkpoint(1, 48, PointKind.HEAD) == ()
+        kv.confirm_checkpoint(1, 48)
         found = kv.get_computed_blocks(chain(tokens_of(0, 48)), 48)
         assert kv.is_current(found, b"")
         assert found.num_tokens == 0
@@ -223,8 +228,8 @@ class TestLookup:
 
 
 class TestPins:
-    def pin(self, kv, until_s):
-        tokens = tokens_of(0, 161)
+    def pin(self, kv, until_s, number=0):
+        tokens = tokens_of(100_000 * number, 161)
         kv.start(99, kv.get_computed_blocks(b"", 161), chain(tokens), pinned_until_s=until_s)
         kv.allocate(99, 161)
         kv.register(99, 0, chain(tokens))
@@ -241,6 +246,25 @@ class TestPins:
         for number in range(1, 9):
             self.other(session, number)
         assert session.lookup([*tokens, 1]).num_tokens == 160
+
+    def test_pins_hold_half_of_the_memory_at_most(self):
+        """What ends last holds; the rest is as good as not pinned."""
+        kv = kv_of([FULL], 42, policy="lru")
+        session = Session(kv)
+        pinned = [self.pin(kv, until_s, number) for number, until_s in enumerate((90.0, 50.0, 70.0), start=20)]
+        for number in range(1, 9):
+            self.other(session, number)
+        assert [session.lookup([*tokens, 1]).num_tokens for tokens in pinned] == [160, 0, 160]
+
+    def test_a_pin_ends_by_itself(self):
+        kv = kv_of([FULL], 42, policy="lru")
+        session = Session(kv)
+        tokens = self.pin(kv, 50.0)
+        kv.start(98, kv.get_computed_blocks(b"", 16), now_s=51.0)
+        kv.free(98)
+        for number in range(1, 9):
+            self.other(session, number)
+        assert session.lookup([*tokens, 1]).num_tokens == 0
 
     def test_a_pin_makes_nobody_fail(self):
         kv = kv_of([FULL], 12)

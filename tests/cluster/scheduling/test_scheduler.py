@@ -6,7 +6,7 @@ import pytest
 
 from cluster.scheduling.errors import DuplicateRequest, QueueFull
 from cluster.scheduling.request import Finish
-from cluster.scheduling.scheduler import SchedulerStats
+from cluster.scheduling.stats import SchedulerStats
 from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of
 from tests.cluster.scheduling.fake_worker import undisturbed
 from tests.cluster.scheduling.rig import Rig, request_of, rows

@@ -159,7 +159,7 @@ class TestPreemption:
         with pytest.raises(AssertionError, match="admission is wrong"):  # noqa: PT012
             for _ in range(10):
                 rig.scheduler.schedule(0.0)
-                rig.scheduler._in_flight.clear()
+                rig.scheduler._in_flight.forget()
 
 
 class TestWorkerLost:
