@@ -14,8 +14,8 @@ from cluster.kv.stats import KVStats
 from cluster.kv_manager import ManagerStatus
 from cluster.ray_calls import ActorCaller, manager_name
 from cluster.routing.decision import Explanation, RouteQuery
+from cluster.routing.index import IndexStats
 from cluster.routing.mac import MacState, MacStatus
-from cluster.routing.router import IndexStats
 from cluster.served_models import ServedModels
 from protos.cidery.v1 import admin_pb2
 

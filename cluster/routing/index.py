@@ -43,6 +43,23 @@ class ContentStats:
     num_digest_mismatches: int
 
 
+@dataclass(frozen=True, slots=True)
+class MacIndexStats:
+    """What the prefix index knows of one Mac."""
+
+    mac: str
+    epoch: int
+    content: ContentStats
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """`num_keys` are distinct (group, block_hash) of each model that at least one Mac holds."""
+
+    num_keys: int
+    macs: tuple[MacIndexStats, ...]
+
+
 @dataclass(slots=True)
 class _Content:
     holdings: tuple[Holding, ...]

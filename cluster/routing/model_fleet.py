@@ -187,8 +187,11 @@ class ModelFleet:
             last_booking=self._last_booking,
             hint=self._sessions.get(query.session, -1) if query.session else -1,
         )
-        if not open_slots:
-            return Trace(view, match, self._names, closed, self._kinds, self._config.policy)
+        soonest_s = None
+        if query.deadline_s is not None and open_slots:
+            view, closed, soonest_s = _in_time(view, closed, query.deadline_s)
+        if not view.open_slots:
+            return Trace(view, match, self._names, closed, self._kinds, self._config.policy, 0.0, soonest_s)
         slot = self._policy.choose(view)
         member = self.at(slot)
         decision = Decision(
@@ -200,7 +203,10 @@ class ModelFleet:
             num_matched_tokens=num_matched[slot],
             decided_at_s=now_s,
         )
-        return Trace(view, match, self._names, closed, self._kinds, self._config.policy, decision)
+        row_s = member.speed.costs.row_s + member.speed.costs.row_context_s * query.num_tokens
+        cost_s = prefill_s(view.standings[slot], num_matched[slot], query.num_tokens) + view.num_output * row_s
+        policy = self._config.policy
+        return Trace(view, match, self._names, closed, self._kinds, policy, cost_s, decision=decision)
 
     def book(self, query: RouteQuery, trace: Trace, now_s: float) -> None:
         """Count a decision's request on its Mac from now on."""
@@ -327,6 +333,21 @@ class ModelFleet:
 _MAX_SESSIONS = 16_384
 _NOBODY = Standing(float("inf"), 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
+
+
+def _in_time(view: View, closed: dict[int, str], deadline_s: float) -> tuple[View, dict[int, str], float | None]:
+    """Only Macs that are predicted to give the first token in time; if there are none, how soon the soonest would."""
+    first_s = {
+        slot: view.standings[slot].wait_s + prefill_s(view.standings[slot], view.num_matched[slot], view.num_tokens)
+        for slot in view.open_slots
+    }
+    late = {
+        slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
+        for slot, seconds in first_s.items()
+        if seconds > deadline_s
+    }
+    open_slots = tuple(slot for slot in view.open_slots if slot not in late)
+    return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
 
 
 def kind_of(group: KVGroup) -> str:
