@@ -12,7 +12,7 @@ from cluster.routing.config import RoutingConfig
 from cluster.routing.decision import Decision, RouteQuery, Trace
 from cluster.routing.drift import DriftBook
 from cluster.routing.hot_set import HotSets
-from cluster.routing.index import PrefixIndex
+from cluster.routing.index import Match, PrefixIndex
 from cluster.routing.load import Booking, LoadBook
 from cluster.routing.mac import MacInfo, MacState, MacStatus
 from cluster.routing.match import Depths
@@ -174,7 +174,7 @@ class ModelFleet:
         num_held = _by_slot(match.resumable, num_slots)
         num_matched: Sequence[int] = num_held
         if self._policy.counts_pending and self.loads.pending:
-            num_matched = self._with_pending(num_held, query)
+            num_matched = self._with_pending(num_held, match, query)
         view = View(
             open_slots=open_slots,
             standings=self._standings.copy(),
@@ -313,21 +313,25 @@ class ModelFleet:
             return f"a prompt of {query.num_tokens} tokens leaves no room in its context of {info.max_model_len}"
         return ""
 
-    def _with_pending(self, num_held: Sequence[int], query: RouteQuery) -> Sequence[int]:
-        """What prompts under way will have computed too; of a whole prompt, its last token still runs."""
-        depths = self.loads.pending.match(query.block_hashes, -1)
-        if not depths:
-            return num_held
+    def _with_pending(self, num_held: Sequence[int], match: Match, query: RouteQuery) -> Sequence[int]:
+        """What prompts under way will have computed too; of a whole prompt, its last token still runs.
+
+        The same list if that is nowhere more than what is held.
+        """
         size, most = self.block_size, (query.num_tokens - 1) // self.block_size * self.block_size
-        num_matched = list(num_held)
-        for mask, depth in depths:
+        num_matched = None
+        for mask, depth in self.loads.pending.match(query.block_hashes, -1):
             num_tokens = min(depth * size, most)
-            while mask:
+            for held_mask, held_tokens in match.resumable:
+                if held_tokens >= num_tokens:
+                    mask &= ~held_mask
+            if mask and num_matched is None:
+                num_matched = list(num_held)
+            while mask and num_matched is not None:
                 lowest = mask & -mask
-                slot = lowest.bit_length() - 1
-                num_matched[slot] = max(num_matched[slot], num_tokens)
+                num_matched[lowest.bit_length() - 1] = num_tokens
                 mask ^= lowest
-        return num_matched
+        return num_held if num_matched is None else num_matched
 
 
 _MAX_SESSIONS = 16_384
