@@ -178,6 +178,9 @@ class PrefixIndex:
         content = self._contents[slot]
         for group, (buckets, joined) in buckets_by_group.items():
             holding = content.holdings[group]
+            if not holding.num_blocks:
+                holding.store(joined)
+                continue
             wanted = dict.fromkeys(hashes_in(joined))
             held = set(hashes_in(in_buckets(holding.blocks(), buckets)))
             holding.remove(b"".join(held.difference(wanted)))
