@@ -237,3 +237,12 @@ def test_stored_events_arrive_by_group() -> None:
     index.apply(3, 0, [BlocksStored(0, b"".join(hashes), None, 0), BlocksStored(1, b"".join(hashes[1:]), hashes[0], 1)])
     assert index.match(hashes, 65, -1).resumable == [(8, 64)]
     assert index.stats(3).num_blocks_by_group == (4, 3)
+
+
+def test_looks_for_a_state_as_far_back_as_it_is() -> None:
+    index = PrefixIndex(groups_of([FULL, STATE]), SIZE)
+    hashes = chain(300)
+    for slot, states in enumerate([hashes[9:10], hashes[229:230], []]):
+        index.open(slot)
+        index.load(slot, 0, [b"".join(hashes), b"".join(states)])
+    assert sorted(index.match(hashes, 300 * SIZE + 1, 7).resumable) == [(1, 160), (2, 3_680)]
