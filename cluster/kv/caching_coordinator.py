@@ -31,8 +31,6 @@ class _CachingCoordinator(KVCacheCoordinator):
             return False
         depth = computed.num_matched_tokens // self.block_size
         end = computed.path[-1] if computed.path else self.tree.root
-        if depth < end.start:
-            return False
         if end.end > depth:
             return bytes(end.hash_at(depth)) != hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES]
         return hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES] not in end.children
@@ -68,6 +66,9 @@ class _CachingCoordinator(KVCacheCoordinator):
         for manager in self._state_managers:
             needs[manager.pool_id] += 1
         if self.pools.lacks(needs):
+            if kind is PointKind.INTERVAL:
+                # Nor is the boundary worth moving: what an attention block could have would go.
+                return ()
             if kind is PointKind.TURN_END and sequence.tail is not None:
                 # Written anew: who ends in between with the copy under way loses it, but no other point is evicted.
                 pages, sequence.tail = sequence.tail[1], None

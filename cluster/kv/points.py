@@ -28,7 +28,7 @@ class PointKind(IntEnum):
 
 # Belief in how often a use of what lies at or below a point stops there.
 _BELIEFS = {
-    PointKind.INTERVAL: 0.1,
+    PointKind.INTERVAL: 0.01,
     PointKind.MESSAGE: 0.1,
     PointKind.PROMPT_END: 0.1,
     PointKind.TURN_END: 0.1,
