@@ -134,6 +134,13 @@ def test_only_deadlines_that_can_be_met_are_admitted(desk) -> None:
         one.submit(0.1, "7", deadline_s=4.0)
 
 
+def test_a_mac_of_unknown_speed_is_believed_to_be_in_time(desk) -> None:
+    """Else it might never be asked, and never learnt."""
+    one = desk("a")
+    one.fleet.router.join(one.fleet.info("new"))
+    assert one.submit(3.0, "1", deadline_s=2.0) == "new"
+
+
 def test_a_deadline_passes_while_waiting(desk) -> None:
     one = desk("a")
     one.submit(3.0, "0")
