@@ -42,6 +42,8 @@ class MacInfo:
     token_capacity: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    # False: it keeps no prefix.
+    is_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)

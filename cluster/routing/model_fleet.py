@@ -213,17 +213,20 @@ class ModelFleet:
         assert trace.decision is not None
         member = self.members[trace.decision.mac]
         slot, num_matched = member.slot, trace.decision.num_matched_tokens
+        # Without a prefix cache nothing of it can be shared, or is ever announced.
+        hashes = query.block_hashes if member.info.is_caching else ()
         self.loads.book(
             Booking(
                 query.request_id,
                 slot,
-                query.block_hashes,
+                hashes,
                 query.num_tokens,
                 num_matched,
                 now_s + self._config.lease_s,
+                is_prediction=self.index.is_synced(slot),
             )
         )
-        self.hot.touch(slot, query.block_hashes, num_matched // self.block_size, now_s)
+        self.hot.touch(slot, hashes, num_matched // self.block_size, now_s)
         self.hot.expire(slot, now_s)
         self._num_bookings += 1
         self._last_booking[slot] = self._num_bookings
@@ -328,7 +331,7 @@ class ModelFleet:
         late = {
             slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
             for slot, seconds in first_s.items()
-            if seconds > deadline_s
+            if seconds > _DEADLINE_SLACK * deadline_s
         }
         open_slots = tuple(slot for slot in view.open_slots if slot not in late)
         return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
@@ -355,6 +358,8 @@ class ModelFleet:
 
 
 _MAX_SESSIONS = 16_384
+# Predictions are no better than this: what might just be met is tried.
+_DEADLINE_SLACK = 1.25
 _NOBODY = Standing(float("inf"), 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 

@@ -255,7 +255,7 @@ class Router:
             return False
         fleet.loads.first_token(request_id)
         fleet.touch(booking.slot)
-        if num_cached_tokens is None:
+        if num_cached_tokens is None or not booking.is_prediction:
             return False
         drift = fleet.at(booking.slot).drift
         return drift.observe(booking.num_tokens, booking.num_predicted_tokens, num_cached_tokens)
@@ -286,7 +286,7 @@ class Router:
                     member.lost_since_s = now_s
                 if member.lost_since_s is not None and now_s - member.lost_since_s >= _KEEP_LOST_S:
                     fleet.index.open(member.slot)
-                    member.lost_since_s = None if not member.is_lost else float("inf")
+                    member.lost_since_s = float("inf")
         return tuple(expired)
 
     # What people ask.

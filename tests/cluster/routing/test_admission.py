@@ -119,9 +119,9 @@ def test_only_deadlines_that_can_be_met_are_admitted(desk) -> None:
     assert refused.value.retry_after_s == 1.0
     busy = one.submit(1.5, "0")
     assert one.submit(1.0, "1", deadline_s=1.2) not in (busy, None), "where it can be met"
-    explained = one.fleet.router.what_if(one.fleet.query(one.prompt_of((99, 2_000)), deadline_s=3.2), 0.0)
+    explained = one.fleet.router.what_if(one.fleet.query(one.prompt_of((99, 2_000)), deadline_s=2.7), 0.0)
     assert {each.mac: each.excluded for each in explained.candidates} == {
-        busy: "its first token would take 3.5 s, the deadline is 3.2 s",
+        busy: "its first token would take 3.5 s, the deadline is 2.7 s",
         "ab".replace(busy, ""): "",
     }
     one.submit(3.0, "2")
