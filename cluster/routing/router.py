@@ -387,14 +387,15 @@ class Router:
 
     def _begin_anew(self, info: MacInfo, old: ModelFleet | None) -> ModelFleet:
         """A model's first Mac, or the first of one that comes back with another KV format: none of the old is left."""
-        speeds = {} if old is None else {name: member.speed for name, member in old.members.items()}
-        for member in () if old is None else tuple(old.members.values()):
-            assert old is not None
-            self._remove(old, member)
+        before = None
+        if old is not None:
+            before = old.members.get(info.name)
+            for member in tuple(old.members.values()):
+                self._remove(old, member)
         fleet = self._fleets[info.model] = ModelFleet(info, self._config, self._policy)
-        if info.name in speeds:
+        if before is not None:
             member = fleet.add(info)
-            member.speed = speeds[info.name]
+            member.speed, member.is_draining = before.speed, before.is_draining
             self._model_of_mac[info.name] = info.model
         return fleet
 

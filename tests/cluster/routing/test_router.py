@@ -173,9 +173,10 @@ class TestCompatibility:
         fleet.route(prompt_of((1, 320)))
         fleet.router.lost("a")
         fleet.learn("b", 1_500.0)
+        fleet.router.drain("b")
         fleet.router.join(fleet.info("b", epoch=2, root_hash=OTHER_ROOT))
         fleet.router.check()
-        assert states(fleet) == {"b": MacState.STARTING}
+        assert states(fleet) == {"b": MacState.DRAINING}
         assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(1_500.0)
         assert fleet.router.index_stats().num_keys == 0
 
