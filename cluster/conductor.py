@@ -22,6 +22,7 @@ from cluster.kv.hashing import hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
 from cluster.ray_calls import ActorCaller
+from cluster.request_log import RequestLog
 from cluster.router_actor import RequestNotes
 from cluster.routing.router import Decision, RouteQuery
 from cluster.sampling import SamplingRequest, check_token_ids, resolve
@@ -118,8 +119,9 @@ class _AnswerText:
 class Conductor:
     """Serves requests; `run_notes` must run beside it, because it carries bookings back to the router."""
 
-    def __init__(self, router: ActorCaller, metrics: Metrics) -> None:
+    def __init__(self, router: ActorCaller, metrics: Metrics, request_log: RequestLog | None = None) -> None:
         self._router = router
+        self._request_log = request_log
         self._metrics = metrics
         self._first_token: list[str] = []
         self._ended: list[str] = []
@@ -137,14 +139,17 @@ class Conductor:
         progress = _Progress()
         finish: Finish | None = None
         with self._metrics.request(job.model.name) as observed:
-            async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
-                async for update in updates:
-                    observed.tokens(len(update.token_ids))
-                    yield TextChunk(text.push(update), update.token_ids, update.logprobs)
-                    finish = update.finish
-                    if text.stop is not None:
-                        finish = Finish.STOP
-                        break
+            try:
+                async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
+                    async for update in updates:
+                        observed.tokens(len(update.token_ids))
+                        yield TextChunk(text.push(update), update.token_ids, update.logprobs)
+                        finish = update.finish
+                        if text.stop is not None:
+                            finish = Finish.STOP
+                            break
+            finally:
+                self._log(job, max_tokens, progress, finish)
             assert finish is not None
             completed = _completed(job, progress, finish, sampling.seed, text.stop)
             observed.completed(completed)
@@ -264,6 +269,23 @@ class Conductor:
                 progress.route_s = progress.route_s or time.monotonic() - job.arrived_s
                 return decision
             await asyncio.sleep(_NO_MAC_PAUSE_S)
+
+    def _log(self, job: Job, max_tokens: int, progress: _Progress, finish: Finish | None) -> None:
+        """Into the request log, if one is kept."""
+        model = job.model
+        if self._request_log is None or model.root is None:
+            return
+        self._request_log.write(
+            at_s=time.time() - (time.monotonic() - job.arrived_s),
+            model=model.name,
+            root=model.root,
+            block_size=model.block_size,
+            prompt=job.prompt.token_ids,
+            output=progress.token_ids,
+            max_tokens=max_tokens,
+            boundaries=job.prompt.boundaries,
+            finish=finish,
+        )
 
     def _mac_lost(self, mac: str, epoch: int) -> None:
         self._lost.append((mac, epoch))

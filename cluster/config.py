@@ -105,6 +105,8 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int = 8000
+    # None: no log of requests is kept; see cluster/request_log.py.
+    request_log: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("grpc_port", "http_port"):

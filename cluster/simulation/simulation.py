@@ -90,7 +90,9 @@ class _Slot:
 class Simulation:
     """One run. Raises SimulationError for a failure of a Mac that is not there, or one too small for its model."""
 
-    def __init__(self, trace: Trace, fleet: FleetSpec, options: Options, on_done: Callable[[], object] | None = None):
+    def __init__(
+        self, trace: Trace, fleet: FleetSpec, options: Options, on_done: Callable[[], object] | None = None
+    ) -> None:
         self._trace = trace
         self._fleet = fleet
         self._options = options

@@ -90,6 +90,10 @@ class Trace:
                 kept.append(replace(request, after=after))
         return replace(self, requests=tuple(kept))
 
+    def first(self, num_requests: int) -> "Trace":
+        """The first requests alone; none of them comes after a later one."""
+        return replace(self, requests=self.requests[:num_requests])
+
     def prompt_hashes(self, request: TraceRequest) -> tuple[BlockHash, ...]:
         """Of the prompt's full blocks."""
         return self.chains.hashes(request.blocks[: request.num_prompt_tokens // self.block_size])

@@ -31,7 +31,8 @@ def read_agents(name: str, lines: Iterator[Line]) -> Trace:
 
     Blocks of tools and system prompt are the same for all sessions in which these are of the same lengths.
     """
-    chains, requests = BlockChains(), []
+    chains = BlockChains()
+    requests: list[TraceRequest] = []
     block_size = 0
     for session, line in enumerate(lines):
         own_size = line.int_of("block_size", least=1)

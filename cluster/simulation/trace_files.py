@@ -104,7 +104,7 @@ def _lines(path: Path) -> Iterator[Line]:
         with path.open("rb") as probe:
             is_packed = probe.read(2) == _GZIP
         with gzip.open(path, "rt", encoding="utf-8") if is_packed else path.open("rt", encoding="utf-8") as file:
-            for number, text in enumerate(file, start=1):  # noqa: B007 - named by the error
+            for number, text in enumerate(file, start=1):
                 if not text.strip():
                     continue
                 fields = json.loads(text)

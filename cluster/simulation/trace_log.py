@@ -5,11 +5,9 @@ import binascii
 from array import array
 from collections.abc import Iterator
 
+from cluster.request_log import HASH_BYTES, VERSION
 from cluster.simulation.trace import BlockChains, Trace, TraceRequest
 from cluster.simulation.trace_files import Line
-
-_VERSION = 1
-_HASH_BYTES = 8
 
 
 def read_log(name: str, lines: Iterator[Line]) -> Trace:
@@ -18,9 +16,12 @@ def read_log(name: str, lines: Iterator[Line]) -> Trace:
     found: list[TraceRequest] = []
     session_of: dict[int, int] = {}
     block_size = num_sessions = 0
+    model: object = None
     for line in lines:
-        if line.get("cidery") != _VERSION:
-            raise line.error(f"is version {line.get('cidery')!r} of the request log; this program reads {_VERSION}")
+        if line.get("cidery") != VERSION:
+            raise line.error(f"is version {line.get('cidery')!r} of the request log; this program reads {VERSION}")
+        if line.get("model") != (model := model or line.get("model")):
+            raise line.error(f"is of model {line.get('model')!r}, lines before of {model!r}; simulate one at a time")
         own_size = line.int_of("block", least=1)
         if block_size not in (0, own_size):
             raise line.error(f"block is {own_size}, that of the lines before {block_size}")
@@ -40,6 +41,7 @@ def read_log(name: str, lines: Iterator[Line]) -> Trace:
                 num_output_tokens=max(1, num_output),
                 blocks=blocks,
                 max_tokens=max(1, num_output, line.int_of("max")),
+                boundaries=_ends(line, num_prompt),
             )
         )
     found.sort(key=lambda request: request.at_s)
@@ -52,6 +54,15 @@ def _hashes(line: Line, most: int) -> list[bytes]:
         joined = base64.b64decode(text, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
         raise line.error(f"hashes are not base64: {error}") from error
-    if len(joined) % _HASH_BYTES or len(joined) // _HASH_BYTES > most:
-        raise line.error(f"hashes are {len(joined)} bytes; {most} blocks of {_HASH_BYTES} bytes at the most were expected")
-    return [joined[i : i + _HASH_BYTES] for i in range(0, len(joined), _HASH_BYTES)]
+    if len(joined) % HASH_BYTES or len(joined) // HASH_BYTES > most:
+        raise line.error(
+            f"hashes are {len(joined)} bytes; {most} blocks of {HASH_BYTES} bytes at the most were expected"
+        )
+    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
+
+
+def _ends(line: Line, num_prompt: int) -> tuple[int, ...]:
+    ends = line.list_of("ends")
+    if any(not isinstance(end, int) or not 0 <= end <= num_prompt for end in ends):
+        raise line.error(f"ends must be offsets within the {num_prompt} tokens of the prompt, got {ends!r:.80}")
+    return tuple(ends)
