@@ -18,7 +18,7 @@ from cluster.routing.mac import MacInfo
 from cluster.routing.policy import RoutingConfig
 from cluster.routing.router import RouteQuery, Router
 from cluster.scheduling.config import SchedulerConfig
-from cluster.scheduling.errors import QueueFull, Refused
+from cluster.scheduling.errors import QueueFull, RequestTooLong
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Request, SamplingParams, Update
 from cluster.scheduling.scheduler import Scheduler
@@ -114,14 +114,16 @@ class Simulation:
         """From the first arrival to the last answer."""
         for slot in self._slots.values():
             self._start_mac(slot)
-        first_s = self._trace.requests[0].at_s if self._trace.requests else 0.0
+        # Once the router knows that the Macs are empty.
+        start_s = self._options.event_lag_s
+        first_s = self._trace.requests[0].at_s - start_s if self._trace.requests else 0.0
         for index, request in enumerate(self._trace.requests):
             if request.after is None:
                 self._timeline.at(request.at_s - first_s, self._arrive, index)
             else:
                 self._successors.setdefault(request.after, []).append(index)
         for failure in self._options.failures:
-            self._timeline.at(failure.at_s, self._fail, failure)
+            self._timeline.at(start_s + failure.at_s, self._fail, failure)
         self._timeline.after(_TICK_S, self._tick)
         self._timeline.run(lambda: self._num_open == 0)
         self._outcomes.sort(key=lambda each: each.index)
@@ -216,17 +218,18 @@ class Simulation:
         live.outcome.num_tries += 1
         live.outcome.mac = decision.mac
         self._slots[decision.mac].live[live.request_id] = live
-        self._timeline.after(_HOP_S, self._open, live, decision.epoch, query)
+        self._timeline.after(_HOP_S, self._open, live, live.outcome.num_tries, query)
 
     def _max_tokens(self, index: int) -> int:
         trace = self._trace.requests[index]
         room = self._fleet.max_model_len - trace.num_prompt_tokens
         return max(1, min(room, max(trace.max_tokens, trace.num_output_tokens)))
 
-    def _open(self, live: _Live, epoch: int, query: RouteQuery) -> None:
+    def _open(self, live: _Live, number: int, query: RouteQuery) -> None:
+        """The request reaches the Mac that was chosen at its try of this number."""
         slot = self._slots[live.mac]
-        if slot.mac is None or slot.epoch != epoch or live.request_id not in slot.live:
-            return  # It will be noticed that the Mac is gone.
+        if live.outcome.num_tries != number or slot.mac is None:
+            return  # It has moved on, or will when it is noticed that the Mac is gone.
         trace = self._trace.requests[live.index]
         num_tokens = min(trace.num_tokens, self._fleet.max_model_len)
         request = Request(
@@ -242,7 +245,7 @@ class Simulation:
             slot.mac.add(request, Script(self._trace.all_hashes(live.index), num_tokens))
         except QueueFull:
             self._move_on(live, "queue full")
-        except Refused:
+        except RequestTooLong:
             self._end(live, rejected="too long")
 
     def _move_on(self, live: _Live, reason: str) -> None:
