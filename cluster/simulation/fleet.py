@@ -49,6 +49,8 @@ class MacSpec:
     costs: CostModel = field(default_factory=CostModel)
     kv_bytes: int = DEFAULT_KV_BYTES
     limits: Limits = field(default_factory=Limits)
+    # The router hears of step times so many times as long: what if its model of speeds were wrong?
+    told_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class MacReports:
         *,
         lag_s: float,
         loss: float,
+        told_factor: float,
         rng: random.Random,
     ) -> None:
         self._info = info
@@ -37,6 +38,7 @@ class MacReports:
         self._timeline = timeline
         self._lag_s = lag_s
         self._loss = loss
+        self._told_factor = told_factor
         self._rng = rng
         self._pending = PendingEvents()
         self._prefills: list[tuple[int, float]] = []
@@ -61,7 +63,7 @@ class MacReports:
         """A step has ended; `hurries` if a request has too, whose next turn may come at once."""
         self._pending.add(self._kv.take_events())
         if num_prefill_tokens:
-            self._prefills.append((num_prefill_tokens, run_s))
+            self._prefills.append((num_prefill_tokens, run_s * self._told_factor))
         if not self._pending and not self._prefills:
             return
         at_s = self._timeline.now_s + (_HURRIED_GATHER_S if hurries else _GATHER_S)

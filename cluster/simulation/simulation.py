@@ -177,6 +177,7 @@ class Simulation:
             self._timeline,
             lag_s=self._options.event_lag_s,
             loss=self._options.event_loss,
+            told_factor=spec.told_factor,
             rng=self._rng,
         )
         slot.reports.join()
