@@ -24,7 +24,7 @@ from cluster.metrics import Metrics
 from cluster.ray_calls import ActorCaller
 from cluster.request_log import RequestLog
 from cluster.router_actor import RequestNotes
-from cluster.routing.router import Decision, RouteQuery
+from cluster.routing.decision import Decision, RouteQuery
 from cluster.sampling import SamplingRequest, check_token_ids, resolve
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
 from cluster.served_models import ServedModel
@@ -92,6 +92,7 @@ class _Progress:
     first_token_s: float = 0.0
     mac: str = ""
     num_tries: int = 0
+    has_finished: bool = False
 
 
 class _AnswerText:
@@ -123,8 +124,8 @@ class Conductor:
         self._router = router
         self._request_log = request_log
         self._metrics = metrics
-        self._first_token: list[str] = []
-        self._ended: list[str] = []
+        self._first_token: list[tuple[str, int]] = []
+        self._ended: list[tuple[str, int | None]] = []
         self._lost: list[tuple[str, int]] = []
         self._has_notes = asyncio.Event()
         self._links = MacLinks(self._mac_lost)
@@ -202,6 +203,7 @@ class Conductor:
                 try:
                     async with aclosing(self._run_on(decision, job, request, progress)) as updates:
                         async for update in updates:
+                            progress.has_finished = update.finish is not None
                             yield update
                     return
                 except (MacLost, Overloaded) as error:
@@ -214,7 +216,7 @@ class Conductor:
                     if progress.num_tries == MAX_TRIES:
                         raise
         finally:
-            self._ended.append(job.request_id)
+            self._ended.append((job.request_id, len(progress.token_ids) if progress.has_finished else None))
             self._has_notes.set()
 
     async def _run_on(
@@ -230,7 +232,7 @@ class Conductor:
                     progress.first_token_s = time.monotonic() - job.arrived_s
                 if not is_noted:  # each Mac's booking for itself
                     is_noted = True
-                    self._first_token.append(job.request_id)
+                    self._first_token.append((job.request_id, update.num_cached_tokens))
                     self._has_notes.set()
                 if progress.num_cached_tokens is None:
                     progress.num_cached_tokens = update.num_cached_tokens

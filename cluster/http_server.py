@@ -54,6 +54,8 @@ class HttpServer:
             ("POST", "/admin/explain", self.what_if),
             ("POST", "/admin/drain", self.drain),
             ("POST", "/admin/resume", self.resume),
+            ("POST", "/admin/cordon", self.cordon),
+            ("GET", "/admin/placement", self.placement),
         )
         return Starlette(
             routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes],
@@ -130,6 +132,16 @@ class HttpServer:
         """AdminService.Resume of {"mac": ...}."""
         mac = _text(parse_body(await _read(request)), "mac")
         return _json(await self._admin.Resume(admin_pb2.ResumeRequest(mac=mac), None))
+
+    async def cordon(self, request: Request) -> Response:
+        """AdminService.Cordon of {"mac": ..., "note": ...}."""
+        body = parse_body(await _read(request))
+        asked = admin_pb2.CordonRequest(mac=_text(body, "mac"), note=_text(body, "note", ""))
+        return _json(await self._admin.Cordon(asked, None))
+
+    async def placement(self, request: Request) -> Response:
+        """AdminService.GetPlacement."""
+        return _json(await self._admin.GetPlacement(admin_pb2.GetPlacementRequest(), None))
 
     async def _answer(self, request: Request, common: OpenAIRequest, answer: Answer) -> Response:
         events = self._conductor.serve(answer.job)

@@ -7,8 +7,9 @@ read before an await and written after it.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +21,10 @@ from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_budget_bytes, layer_specs
 from cluster.model_files import model_digest, tokenizer_digest
+from cluster.routing.speed import StepSample
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.plan import StepPlan
 from cluster.scheduling.request import Update
 from cluster.scheduling.scheduler import Scheduler
 from cluster.worker_process import WorkerProcess
@@ -37,6 +40,8 @@ _MAX_LOSSES = 3
 # The largest step of the largest model takes a few seconds.
 _STEP_TIMEOUT_S = 60.0
 _WATCH_PERIOD_S = 5.0
+# While nobody takes them.
+_MAX_STEP_SAMPLES = 256
 
 
 class UpdateSink(Protocol):
@@ -44,14 +49,6 @@ class UpdateSink(Protocol):
 
     def deliver(self, updates: list[node_pb2.Update]) -> None:
         """All that one step did for requests of this sink; must not block."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillObservation:
-    """A step that was mostly prefill, so that the router can learn this Mac's speed."""
-
-    num_tokens: int
-    seconds: float
 
 
 class MacEngine:
@@ -67,7 +64,7 @@ class MacEngine:
         self._on_change = on_change
         self._digests = (model_digest(model_folder), tokenizer_digest(model_folder))
         self._worker: WorkerProcess | None = None
-        self._prefill_tokens: dict[int, int] = {}  # of plans in flight, by step_id
+        self._in_flight: dict[int, StepSample] = {}  # by step_id; seconds are still to come
         self._sinks: dict[str, UpdateSink] = {}
         # Worker losses that each live request has been through.
         self._num_losses: dict[str, int] = {}
@@ -82,7 +79,23 @@ class MacEngine:
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.worker_memory_bytes = 0
-        self.prefill_observations: list[PrefillObservation] = []
+        # Steps since the reporter last took them, so that the router can learn this Mac's speed.
+        self.step_samples: deque[StepSample] = deque(maxlen=_MAX_STEP_SAMPLES)
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting."""
+        return len(self._sinks)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once."""
+        return self._config.batch.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of one step."""
+        return self._config.batch.max_num_batched_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -207,7 +220,7 @@ class MacEngine:
         num_silent_s = 0.0
         while not receiving.done():
             await asyncio.wait({receiving}, timeout=_WATCH_PERIOD_S)
-            num_silent_s = num_silent_s + _WATCH_PERIOD_S if self._prefill_tokens else 0.0
+            num_silent_s = num_silent_s + _WATCH_PERIOD_S if self._in_flight else 0.0
             if not receiving.done() and num_silent_s >= _STEP_TIMEOUT_S:
                 log.error("worker hangs mac=%s pid=%d silent_s=%.0f", self.mac, worker.pid, num_silent_s)
                 receiving.cancel()
@@ -268,24 +281,23 @@ class MacEngine:
         """Keeps one plan running and one queued behind it, as far as there is work."""
         if not self._is_running or self.scheduler is None or self._worker is None:
             return
-        while len(self._prefill_tokens) < MAX_PLANS_IN_FLIGHT:
+        while len(self._in_flight) < MAX_PLANS_IN_FLIGHT:
             plan = self.scheduler.schedule(time.monotonic())
             if plan is None:
                 return
-            self._prefill_tokens[plan.step_id] = sum(part.num_tokens for part in plan.slices if part.num_tokens > 1)
+            self._in_flight[plan.step_id] = _sample_of(plan)
             self._worker.send(wire.plan_to_proto(plan))
 
     def _apply(self, message: worker_pb2.StepResult) -> None:
         assert self.scheduler is not None
         result = wire.result_from_proto(message)
         self.worker_memory_bytes = message.memory.active_bytes
-        num_prefill = self._prefill_tokens.pop(result.step_id)
+        sample = self._in_flight.pop(result.step_id)
         updates = self.scheduler.apply(result)
         self._pump()  # before anything else: the worker must not wait for us
         self.num_steps += 1
         self.num_generated_tokens += sum(len(update.token_ids) for update in updates)
-        if num_prefill:
-            self.prefill_observations.append(PrefillObservation(num_prefill, result.run_s))
+        self.step_samples.append(replace(sample, seconds=result.run_s))
         self._deliver(updates)
         if any(update.finish is not None for update in updates):
             self._on_change()
@@ -305,7 +317,7 @@ class MacEngine:
     def _forget_worker(self) -> None:
         """The KV is gone; requests are not: they are computed again by the next worker."""
         assert self.scheduler is not None
-        self._prefill_tokens.clear()
+        self._in_flight.clear()
         self.scheduler.worker_lost()
         self._give_up_on_killers()
         self._on_change()
@@ -324,3 +336,12 @@ class MacEngine:
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
             sink.deliver([wire.failure_to_proto(request_id, error)])
+
+
+def _sample_of(plan: StepPlan) -> StepSample:
+    """What a step has to do; of one token is a row that decodes."""
+    prefill = [part for part in plan.slices if part.num_tokens > 1]
+    num_tokens = sum(part.num_tokens for part in prefill)
+    work = sum(part.num_tokens * (part.start + part.num_tokens / 2) for part in prefill)
+    decoding = [part.start for part in plan.slices if part.num_tokens == 1]
+    return StepSample(num_tokens, work / num_tokens if num_tokens else 0.0, len(decoding), sum(decoding), 0.0)
