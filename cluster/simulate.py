@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.cli_types import Bytes
 from cluster.kv.policies import POLICIES
-from cluster.routing.policy import RoutingConfig
+from cluster.routing.config import RoutingConfig
 from cluster.simulation import arrivals, plots, report
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.errors import SimulationError

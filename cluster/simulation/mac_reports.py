@@ -1,16 +1,21 @@
 """How the router hears of one simulated Mac: cluster/reporter.py on virtual time, over a link that may lag and lose.
 
-A report carries one batch of events and the speeds seen since the last one; it is lost as a whole. A batch that is
-missed shows at the next one, and the router asks for a snapshot; snapshots are not lost, their senders try again.
+A report carries one batch of events and the steps since the last one; it is lost as a whole. A batch that is missed
+shows at the next one, and the router compares digests: all that differs goes in one message. What answers the router is
+not lost, its sender tries again.
 """
 
 import random
+from collections.abc import Sequence
 
-from cluster.event_wire import Batch, PendingEvents
+from cluster.kv.events import BlockEvent
 from cluster.kv.manager import KVCacheManager
+from cluster.routing.digests import content_of
 from cluster.routing.index import Applied
 from cluster.routing.mac import MacInfo
 from cluster.routing.router import Router
+from cluster.routing.speed import StepSample
+from cluster.scheduling.plan import StepPlan
 from cluster.simulation.timeline import Timeline
 
 _GATHER_S = 0.1
@@ -40,8 +45,9 @@ class MacReports:
         self._loss = loss
         self._told_factor = told_factor
         self._rng = rng
-        self._pending = PendingEvents()
-        self._prefills: list[tuple[int, float]] = []
+        self._events: list[BlockEvent] = []
+        self._steps: list[StepSample] = []
+        self._num_requests = 0
         self._seq = 0
         self._next_s: float | None = None
         self._is_stopped = False
@@ -53,19 +59,17 @@ class MacReports:
     def join(self) -> None:
         """The first thing that the router hears of it."""
         if self._router.join(self._info) is Applied.RESYNC:
-            self._send_snapshot()
+            self._resync()
 
     def stop(self) -> None:
         """The Mac is gone."""
         self._is_stopped = True
 
-    def stepped(self, num_prefill_tokens: int, run_s: float, *, hurries: bool) -> None:
+    def stepped(self, plan: StepPlan, run_s: float, num_requests: int, *, hurries: bool) -> None:
         """A step has ended; `hurries` if a request has too, whose next turn may come at once."""
-        self._pending.add(self._kv.take_events())
-        if num_prefill_tokens:
-            self._prefills.append((num_prefill_tokens, run_s * self._told_factor))
-        if not self._pending and not self._prefills:
-            return
+        self._events += self._kv.take_events()
+        self._steps.append(sample_of(plan, run_s * self._told_factor))
+        self._num_requests = num_requests
         at_s = self._timeline.now_s + (_HURRIED_GATHER_S if hurries else _GATHER_S)
         if self._next_s is None or at_s < self._next_s:
             self._next_s = at_s
@@ -75,41 +79,47 @@ class MacReports:
         if self._is_stopped or self._next_s != due_s:
             return
         self._next_s = None
-        batch = None
-        if self._pending:
-            batch = self._pending.take(self._info.name, self._info.epoch, self._seq)
-            self._seq += 1
-        prefills, self._prefills = self._prefills, []
+        events, self._events = self._events, []
+        steps, self._steps = self._steps, []
+        seq, self._seq = self._seq, self._seq + bool(events)
         self.num_sent += 1
         if self._loss and self._rng.random() < self._loss:
             self.num_lost += 1
             return
-        self._timeline.after(self._lag_s, self._arrive, batch, prefills)
+        self._timeline.after(self._lag_s, self._arrive, seq, events, steps, self._num_requests)
 
-    def _arrive(self, batch: Batch | None, prefills: list[tuple[int, float]]) -> None:
+    def _arrive(self, seq: int, events: Sequence[BlockEvent], steps: Sequence[StepSample], num_requests: int) -> None:
         name, epoch = self._info.name, self._info.epoch
         if not self._router.knows(name, epoch):
             return
-        for num_tokens, seconds in prefills:
-            self._router.observe_prefill(name, num_tokens, seconds)
-        if batch is None:
-            return
-        answer = self._router.apply_events(name, epoch, batch.seq, batch.stored, batch.removed)
-        if answer is Applied.RESYNC and not self._is_stopped:
-            self._send_snapshot()
+        self._router.observe_steps(name, steps)
+        self._router.observe_load(name, epoch, num_requests)
+        if events and self._router.apply_events(name, epoch, seq, events) is Applied.RESYNC and not self._is_stopped:
+            self._resync()
 
-    def _send_snapshot(self) -> None:
+    def _resync(self) -> None:
         """All as of now; pending transitions are part of it."""
         if self._is_resyncing:
             return
         self._is_resyncing = True
         self.num_snapshots += 1
         self._kv.take_events()
-        self._pending.clear()
-        self._timeline.after(self._lag_s, self._load_snapshot, self._seq, self._kv.snapshot())
+        self._events.clear()
+        digests = self._kv.digests()
+        content = content_of(self._kv.snapshot(), len(digests))
+        self._timeline.after(self._lag_s, self._compare, self._seq, digests, content)
 
-    def _load_snapshot(self, next_seq: int, blocks: list[tuple[int, bytes]]) -> None:
+    def _compare(self, next_seq: int, digests: Sequence[int], content: Sequence[bytes]) -> None:
         name, epoch = self._info.name, self._info.epoch
         self._is_resyncing = False
-        if self._router.knows(name, epoch):
-            self._router.load_snapshot(name, epoch, next_seq, blocks)  # type: ignore[arg-type]
+        if self._router.check_digests(name, epoch, next_seq, digests):
+            self._router.load_snapshot(name, epoch, next_seq, content)
+
+
+def sample_of(plan: StepPlan, seconds: float) -> StepSample:
+    """What a step had to do; a row of one token decodes."""
+    prefill = [part for part in plan.slices if part.num_tokens > 1]
+    num_tokens = sum(part.num_tokens for part in prefill)
+    work = sum(part.num_tokens * (part.start + part.num_tokens / 2) for part in prefill)
+    contexts = [part.start for part in plan.slices if part.num_tokens == 1]
+    return StepSample(num_tokens, work / num_tokens if num_tokens else 0.0, len(contexts), sum(contexts), seconds)

@@ -13,10 +13,11 @@ from cluster.kv.hashing import root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.mac_engine import MAX_PLANS_IN_FLIGHT
+from cluster.routing.config import RoutingConfig
+from cluster.routing.decision import RouteQuery
 from cluster.routing.errors import NoMacAvailable
 from cluster.routing.mac import MacInfo
-from cluster.routing.policy import RoutingConfig
-from cluster.routing.router import RouteQuery, Router
+from cluster.routing.router import Router
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.errors import QueueFull, RequestTooLong
 from cluster.scheduling.plan import StepPlan, StepResult
@@ -169,6 +170,10 @@ class Simulation:
             address=spec.name,
             max_model_len=fleet.max_model_len,
             num_blocks=kv.num_blocks,
+            groups=layout.groups,
+            token_capacity=layout.token_capacity,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
         )
         slot.reports = MacReports(
             info,
@@ -273,21 +278,23 @@ class Simulation:
                 outcome.queue_s = update.queue_s
             if not live.is_noted:
                 live.is_noted = True
-                self._timeline.after(_NOTES_PERIOD_S, self.router.first_token, live.request_id)
+                args = (live.request_id, update.num_cached_tokens)
+                self._timeline.after(_NOTES_PERIOD_S, self.router.first_token, *args)
             if update.finish is not None:
                 hurries = True
                 del slot.live[live.request_id]
                 mac.forget(live.index)
                 self._end(live)
         assert slot.reports is not None
-        slot.reports.stepped(num_prefill, result.run_s, hurries=hurries)
+        slot.reports.stepped(plan, result.run_s, len(slot.live), hurries=hurries)
 
     def _end(self, live: _Live, rejected: str = "") -> None:
         now_s = self._timeline.now_s
         self._slots[live.mac].live.pop(live.request_id, None) if live.mac else None
         live.outcome.rejected = rejected
         live.outcome.total_s = now_s - live.arrived_s
-        self._timeline.after(_NOTES_PERIOD_S, self.router.release, live.request_id)
+        num_output = None if rejected else live.num_generated
+        self._timeline.after(_NOTES_PERIOD_S, self.router.release, live.request_id, num_output)
         self._outcomes.append(live.outcome)
         self._num_open -= 1
         if self._on_done is not None:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cluster.routing.policy import RoutingConfig
+from cluster.routing.config import RoutingConfig
 from cluster.simulate import fewer_collections
 from cluster.simulation.errors import BadInput
 from cluster.simulation.fleet import FleetSpec
