@@ -146,9 +146,14 @@ class ModelFleet:
 
     def observe(self, member: Member, samples: Sequence[StepSample]) -> None:
         """Steps that the Mac has run."""
+        if not samples:
+            return
+        if not member.speed.num_observed:
+            member.speed = StepModel(self._assumed_costs())
         for sample in samples:
             member.speed.observe(sample)
         self._stale.add(member.slot)
+        self._stale.update(each.slot for each in self._unobserved())
 
     def status(self, member: Member) -> MacStatus:
         """One row of the fleet."""
@@ -251,6 +256,9 @@ class ModelFleet:
         assert sum(each is not None for each in self._by_slot) == len(self.members)
         assert len(self._sessions) <= _MAX_SESSIONS
 
+    def _unobserved(self) -> list[Member]:
+        return [each for each in self.members.values() if not each.speed.num_observed]
+
     def _assumed_costs(self) -> StepCosts:
         """A Mac that has not reported is taken for an average one, so that it gets its first work."""
         known = [each.speed.costs for each in self.members.values() if each.speed.num_observed]
@@ -268,14 +276,15 @@ class ModelFleet:
                 continue
             loads = self.loads
             self._standings[slot] = standing_of(
-                member.speed.costs,
+                member.speed.costs if member.speed.num_observed else self._assumed_costs(),
                 MacBounds(
-                    member.info.max_num_seqs, member.info.max_num_batched_tokens, max(1, member.info.token_capacity)
+                    member.info.max_num_seqs, member.info.max_num_batched_tokens, member.info.max_chunk_tokens, max(1, member.info.token_capacity)
                 ),
                 self._config,
                 num_prefilling=loads.num_prefilling[slot],
                 num_prefill_tokens=loads.num_prefill_tokens[slot],
                 prefill_work=loads.prefill_work[slot],
+                longest=loads.longest(slot),
                 num_decoding=loads.num_decoding[slot] + member.num_foreign,
                 decode_context_tokens=loads.decode_context_tokens[slot],
                 hot_tokens=self.hot.num_blocks[slot] * self.block_size,
@@ -325,7 +334,7 @@ class ModelFleet:
 
 
 _MAX_SESSIONS = 16_384
-_NOBODY = Standing(float("inf"), 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
+_NOBODY = Standing(float("inf"), float("inf"), 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 

@@ -51,12 +51,10 @@ class PredictedSeconds:
     def choose(self, view: View) -> int:
         """See the class. O(slots)."""
         num_tokens, num_output = view.num_tokens, view.num_output
-        totals = [
-            standing[0]
-            + (num_tokens - matched) * (standing[1] + standing[2] * (matched + num_tokens) / 2) * standing[3]
-            + num_output * (standing[4] + standing[5] * num_tokens)
-            for standing, matched in zip(view.standings, view.num_matched, strict=True)
-        ]
+        totals = []
+        for st, matched in zip(view.standings, view.num_matched, strict=True):
+            own_s = (num_tokens - matched) * (st.token_s + st.context_s * (matched + num_tokens) / 2)
+            totals.append(st.start_s + own_s * (1 + st.factor) + min(own_s, st.beside_s) * 2 + num_output * (st.decode_s + st.decode_context_s * num_tokens))
         if view.num_held is not view.num_matched:
             for slot in view.open_slots:
                 held, matched = view.num_held[slot], view.num_matched[slot]

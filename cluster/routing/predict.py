@@ -22,6 +22,9 @@ class Standing(NamedTuple):
     """One Mac as a decision sees it; made anew whenever one of these changes. Terms of the request are left open."""
 
     wait_s: float
+    # Seconds until the request's prompt gets its share of the steps, and until another one no longer takes half of them.
+    start_s: float
+    beside_s: float
     # Seconds of a prefill token, and of it for each token of its context.
     token_s: float
     context_s: float
@@ -68,6 +71,7 @@ class MacBounds:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_chunk_tokens: int
     token_capacity: int
 
 
@@ -79,6 +83,7 @@ def standing_of(
     num_prefilling: int,
     num_prefill_tokens: int,
     prefill_work: int,
+    longest: tuple[int, int],
     num_decoding: int,
     decode_context_tokens: int,
     hot_tokens: int,
@@ -94,13 +99,22 @@ def standing_of(
     num_too_many = num_others + 1 - bounds.max_num_seqs
     if num_too_many > 0:
         wait_s += num_too_many * num_output_tokens * row_s / bounds.max_num_seqs
+    start_s, beside_s = wait_s, 0.0
+    num_abreast = bounds.max_num_batched_tokens // bounds.max_chunk_tokens
+    longest_s = min(wait_s, token_s * longest[0] + costs.context_s * longest[1] / 2)
+    rest_s = wait_s - longest_s
+    if num_abreast > 1 and rest_s < (num_abreast - 1) * longest_s:
+        start_s = rest_s * num_abreast / (num_abreast - 1)
+        beside_s = longest_s - rest_s / (num_abreast - 1)
     stall = config.stall_weight * num_decoding
     pressure = config.pressure_weight * min(1.0, hot_tokens / bounds.token_capacity)
     return Standing(
         wait_s=wait_s,
+        start_s=start_s,
+        beside_s=beside_s,
         token_s=token_s,
         context_s=costs.context_s,
-        factor=1.0 + stall + pressure,
+        factor=config.work_weight + stall + pressure,
         decode_s=config.decode_weight * (row_s + costs.row_s * num_others),
         decode_context_s=config.decode_weight * costs.row_context_s * (1 + num_others),
         stall=stall,

@@ -174,6 +174,7 @@ class Simulation:
             token_capacity=layout.token_capacity,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_chunk_tokens=limits.max_chunk_tokens,
         )
         slot.reports = MacReports(
             info,
