@@ -28,6 +28,7 @@ class RoutingConfig:
     hot_horizon_s: float = 600.0
     # Weights of seconds that others lose, or that are lost later, against those that the request itself waits.
     work_weight: float = 1.0
+    crowd_weight: float = 1.0
     stall_weight: float = 0.1
     decode_weight: float = 0.1
     pressure_weight: float = 1.0

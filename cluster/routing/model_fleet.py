@@ -78,6 +78,7 @@ class ModelFleet:
         self._worked_at_s: list[float] = []
         self._last_booking: list[int] = []
         self._num_bookings = 0
+        self._has_unobserved = True
         self._sessions: dict[str, int] = {}
         self._kinds = tuple((group.group_id, kind_of(group)) for group in info.groups)
 
@@ -100,6 +101,7 @@ class ModelFleet:
         self.members[info.name] = self._by_slot[slot] = member
         self._recent_work_s[slot] = self._worked_at_s[slot] = 0.0
         self._last_booking[slot] = 0
+        self._has_unobserved = True
         self.index.open(slot)
         self.refresh()
         return member
@@ -150,10 +152,15 @@ class ModelFleet:
             return
         if not member.speed.num_observed:
             member.speed = StepModel(self._assumed_costs())
-        for sample in samples:
-            member.speed.observe(sample)
+        for index, sample in enumerate(samples):
+            # Steps of one report that only decode are all alike: one tells as much as all of them.
+            if sample.num_prefill_tokens or index == len(samples) - 1:
+                member.speed.observe(sample)
         self._stale.add(member.slot)
-        self._stale.update(each.slot for each in self._unobserved())
+        if self._has_unobserved:
+            unobserved = [each.slot for each in self.members.values() if not each.speed.num_observed]
+            self._stale.update(unobserved)
+            self._has_unobserved = bool(unobserved)
 
     def status(self, member: Member) -> MacStatus:
         """One row of the fleet."""
@@ -172,7 +179,7 @@ class ModelFleet:
 
     def decide(self, query: RouteQuery, now_s: float) -> Trace:
         """Choose; changes nothing. `decision` is None if every Mac is excluded."""
-        self._bring_up_to_date()
+        self._bring_up_to_date(now_s)
         open_slots, closed = self._eligible(query)
         match = self.index.match(query.block_hashes, query.num_tokens, -1)
         num_slots = len(self._by_slot)
@@ -226,7 +233,10 @@ class ModelFleet:
         self.hot.expire(slot, now_s)
         self._num_bookings += 1
         self._last_booking[slot] = self._num_bookings
-        work_s = prefill_s(self._standings[slot], num_matched, query.num_tokens)
+        standing = self._standings[slot]
+        work_s = prefill_s(standing, num_matched, query.num_tokens) + trace.view.num_output * (
+            standing.row_s + standing.row_context_s * query.num_tokens
+        )
         faded = 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S)
         self._recent_work_s[slot] = self._recent_work_s[slot] * faded + work_s
         self._worked_at_s[slot] = now_s
@@ -256,9 +266,6 @@ class ModelFleet:
         assert sum(each is not None for each in self._by_slot) == len(self.members)
         assert len(self._sessions) <= _MAX_SESSIONS
 
-    def _unobserved(self) -> list[Member]:
-        return [each for each in self.members.values() if not each.speed.num_observed]
-
     def _assumed_costs(self) -> StepCosts:
         """A Mac that has not reported is taken for an average one, so that it gets its first work."""
         known = [each.speed.costs for each in self.members.values() if each.speed.num_observed]
@@ -268,7 +275,7 @@ class ModelFleet:
             *(sum(values) / len(known) for values in zip(*(costs.weights for costs in known), strict=True))
         )
 
-    def _bring_up_to_date(self) -> None:
+    def _bring_up_to_date(self, now_s: float) -> None:
         for slot in self._stale:
             member = self._by_slot[slot]
             if member is None:
@@ -289,6 +296,7 @@ class ModelFleet:
                 decode_context_tokens=loads.decode_context_tokens[slot],
                 hot_tokens=self.hot.num_blocks[slot] * self.block_size,
                 num_output_tokens=self.num_output_tokens,
+                recent_work_s=self._recent_work_s[slot] * 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S),
             )
         self._stale.clear()
 
@@ -334,7 +342,7 @@ class ModelFleet:
 
 
 _MAX_SESSIONS = 16_384
-_NOBODY = Standing(float("inf"), float("inf"), 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
+_NOBODY = Standing(float("inf"), float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 

@@ -33,6 +33,8 @@ class Standing(NamedTuple):
     # Weighted seconds of an answer's token, and of it for each token of the prompt.
     decode_s: float
     decode_context_s: float
+    row_s: float
+    row_context_s: float
     # For those who want to know more: what the factor is made of, and the bookings.
     stall: float
     pressure: float
@@ -88,6 +90,7 @@ def standing_of(
     decode_context_tokens: int,
     hot_tokens: int,
     num_output_tokens: float,
+    recent_work_s: float,
 ) -> Standing:
     """`num_output_tokens` is the usual length of an answer; the other numbers are the Mac's bookings."""
     # A chunk's step carries every row that decodes.
@@ -114,9 +117,11 @@ def standing_of(
         beside_s=beside_s,
         token_s=token_s,
         context_s=costs.context_s,
-        factor=config.work_weight + stall + pressure,
+        factor=config.work_weight + stall + pressure + config.crowd_weight * min(2.0, recent_work_s / 86.6),
         decode_s=config.decode_weight * (row_s + costs.row_s * num_others),
         decode_context_s=config.decode_weight * costs.row_context_s * (1 + num_others),
+        row_s=costs.row_s,
+        row_context_s=costs.row_context_s,
         stall=stall,
         pressure=pressure,
         num_requests=num_others,
