@@ -20,6 +20,7 @@ from cluster.errors import ActorAway, StartupFailed
 from cluster.kv_manager import KVManager, ManagerStatus
 from cluster.ray_calls import ActorCaller, manager_name, router
 from cluster.router_actor import RouterActor
+from cluster.routing.config import RoutingConfig
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,8 @@ def _start_router() -> None:
         "resources": {"head": _PIN},
         "max_restarts": -1,
         "max_task_retries": 0,
+        # Requests that wait in the router are calls that are under way.
+        "max_concurrency": 4 * RoutingConfig().max_waiting,
     }
     handle: Any = ray.remote(RouterActor).options(**options).remote()
     try:

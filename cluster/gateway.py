@@ -53,7 +53,7 @@ class Gateway:
         self._models = ServedModels(self._router)
         self._metrics = Metrics()
         self._request_log = RequestLog(config.request_log) if config.request_log is not None else None
-        self._conductor = Conductor(self._router, self._metrics, self._request_log)
+        self._conductor = Conductor(self._router, self._metrics, config.tenant_weights, self._request_log)
         self._admin = AdminServicer(self._router, self._models)
         self._health = health_aio.HealthServicer()
         self._broken = asyncio.Event()

@@ -10,13 +10,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.errors import InvalidRequest, MacsAway, ModelNotFound, NoMacReady, NotFound, RequestTooLong
+from cluster.errors import (
+    CideryError,
+    InvalidRequest,
+    MacsAway,
+    ModelNotFound,
+    NoMacReady,
+    NotFound,
+    Overloaded,
+    RequestTooLong,
+)
 from cluster.event_wire import unpack
+from cluster.routing.admission import Admission
+from cluster.routing.config import RoutingConfig
 from cluster.routing.decision import Decision, Explanation, RouteQuery
-from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, UnknownModel, UnknownRequest
-from cluster.routing.index import Applied
+from cluster.routing.errors import (
+    DeadlineUnmet,
+    IncompatibleMac,
+    NoMacAvailable,
+    QueueFull,
+    RoutingError,
+    UnknownMac,
+    UnknownModel,
+    UnknownRequest,
+)
+from cluster.routing.index import Applied, IndexStats
 from cluster.routing.mac import MacInfo, MacState, MacStatus
-from cluster.routing.router import IndexStats, Router
+from cluster.routing.router import Router
 from cluster.routing.speed import StepSample
 from cluster.vital import run_or_exit
 
@@ -66,8 +86,11 @@ class ReportAnswer(Enum):
 class RouterActor:
     """See the module. Errors that leave it are those of `cluster.errors`."""
 
-    def __init__(self) -> None:
-        self._router = Router()
+    def __init__(self, config: RoutingConfig | None = None) -> None:
+        self._router = Router(config)
+        self._admission = Admission(self._router, config or RoutingConfig())
+        # Callers of `route` whose requests wait.
+        self._waiting: dict[str, asyncio.Future[Decision]] = {}
         self._tokenizers: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         self._ticker = run_or_exit(self._tick(), "router-ticker")
@@ -109,6 +132,7 @@ class RouterActor:
                 return ReportAnswer.RESYNC
         if report.digests is not None and self._differs(report.mac, report.epoch, report.next_seq, report.digests):
             return ReportAnswer.RESYNC
+        self._dispatch()
         return ReportAnswer.OK
 
     async def check_digests(
@@ -153,15 +177,22 @@ class RouterActor:
             self._router.lost(mac)
 
     async def route(self, query: RouteQuery) -> Decision:
-        """Chooses and books. Raises ModelNotFound, NoMacReady, RequestTooLong."""
+        """Chooses and books, once it is the request's turn.
+
+        Raises ModelNotFound, NoMacReady, RequestTooLong; Overloaded if too many wait or its deadline can't be met.
+        """
+        self._forget_caller(query.request_id)
         try:
-            return self._router.route(query, time.monotonic())
-        except UnknownModel as error:
-            raise ModelNotFound(str(error)) from error
-        except NoMacAvailable as error:
-            if error.is_permanent:
-                raise RequestTooLong(str(error)) from error
-            raise (MacsAway if self._may_return(query) else NoMacReady)(str(error)) from error
+            decision = self._admission.submit(query, time.monotonic())
+        except RoutingError as error:
+            raise self._as_seen_outside(error, query.model) from error
+        if decision is not None:
+            return decision
+        waiting: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self._waiting[query.request_id] = waiting
+        # Another may have been shed for it.
+        self._dispatch()
+        return await waiting
 
     async def what_if(self, query: RouteQuery) -> Explanation:
         """Chooses, books nothing. Raises ModelNotFound."""
@@ -178,7 +209,9 @@ class RouterActor:
                 mac = explained.decision.mac if explained.decision else ""
                 log.error("cache hits on a mac are not as predicted mac=%s request_id=%s", mac, request_id)
         for request_id, num_tokens in notes.ended:
-            self._router.release(request_id, num_tokens)
+            self._admission.withdraw(request_id, num_tokens)
+            self._forget_caller(request_id)
+        self._dispatch()
 
     async def explain(self, request_id: str) -> Explanation:
         """The decision on a past request. Raises NotFound."""
@@ -226,9 +259,35 @@ class RouterActor:
             log.error("index and mac differ mac=%s epoch=%d groups=%s: comparing", mac, epoch, differing)
         return bool(differing)
 
-    def _may_return(self, query: RouteQuery) -> bool:
+    def _forget_caller(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.cancel()
+
+    def _dispatch(self) -> None:
+        """Answers callers whose turn has come, or who wait in vain."""
+        if not self._waiting:
+            return
+        for outcome in self._admission.dispatch(time.monotonic()):
+            waiting = self._waiting.pop(outcome.request_id)
+            if outcome.decision is not None:
+                waiting.set_result(outcome.decision)
+            else:
+                assert outcome.error is not None
+                waiting.set_exception(self._as_seen_outside(outcome.error, outcome.model))
+
+    def _as_seen_outside(self, error: RoutingError, model: str) -> CideryError:
+        if isinstance(error, UnknownModel):
+            return ModelNotFound(str(error))
+        if isinstance(error, QueueFull | DeadlineUnmet):
+            return Overloaded(str(error), error.retry_after_s)
+        if isinstance(error, NoMacAvailable) and error.is_permanent:
+            return RequestTooLong(str(error))
+        return (MacsAway if self._may_return(model) else NoMacReady)(str(error))
+
+    def _may_return(self, model: str) -> bool:
         """Whether a Mac of the model is only lost, so that waiting a little may help."""
-        return any(mac.info.model == query.model and mac.state is MacState.LOST for mac in self._router.fleet())
+        return any(mac.info.model == model and mac.state is MacState.LOST for mac in self._router.fleet())
 
     def _on_mac(self, action: Callable[[str], None], mac: str) -> None:
         try:
@@ -240,6 +299,7 @@ class RouterActor:
         while True:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
+            self._dispatch()
             for request_id in self._router.expire(now_s):
                 log.warning("lease expired request_id=%s", request_id)
             for mac, heard_s in list(self._heard_s.items()):

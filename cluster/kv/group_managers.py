@@ -5,6 +5,7 @@ block (or its state after the block).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from cluster.kv.layout import KVGroup
 from cluster.kv.spec import ChunkedLocalSpec, RecurrentStateSpec, SlidingWindowSpec
@@ -55,18 +56,33 @@ class FullAttentionManager(GroupManager):
         return 0
 
 
-class SlidingWindowManager(GroupManager):
+class LocalManager(GroupManager):
+    """Layers that see only what is near: what they need begins at the spec's first token."""
+
+    def __init__(self, group: KVGroup, block_size: int) -> None:
+        super().__init__(group, block_size)
+        assert isinstance(group.spec, SlidingWindowSpec | ChunkedLocalSpec)
+        self._spec = group.spec
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        """Equal for groups that need the same positions."""
+        if isinstance(self._spec, ChunkedLocalSpec):
+            return ("chunk", self._spec.chunk)
+        return ("window", self._spec.window, self._spec.num_sink_tokens)
+
+    def first_needed(self, num_tokens: int) -> int:
+        """See the base class."""
+        return self._spec.first_needed_token(num_tokens) // self._block_size
+
+
+class SlidingWindowManager(LocalManager):
     """The last `window - 1` tokens before the next one, and the sinks."""
 
     def __init__(self, group: KVGroup, block_size: int) -> None:
         super().__init__(group, block_size)
         assert isinstance(group.spec, SlidingWindowSpec)
-        self._spec = group.spec
         self.num_sink_blocks = -(-group.spec.num_sink_tokens // block_size)
-
-    def first_needed(self, num_tokens: int) -> int:
-        """See the base class."""
-        return self._spec.first_needed_token(num_tokens) // self._block_size
 
     def longest_hit(self, present: bytes, limit: int) -> int:
         """See the base class."""
@@ -74,17 +90,8 @@ class SlidingWindowManager(GroupManager):
         return super().longest_hit(present, limit if absent_sink < 0 else absent_sink)
 
 
-class ChunkedLocalManager(GroupManager):
+class ChunkedLocalManager(LocalManager):
     """The tokens of the present chunk; at a chunk's start nothing."""
-
-    def __init__(self, group: KVGroup, block_size: int) -> None:
-        super().__init__(group, block_size)
-        assert isinstance(group.spec, ChunkedLocalSpec)
-        self._spec = group.spec
-
-    def first_needed(self, num_tokens: int) -> int:
-        """See the base class."""
-        return self._spec.first_needed_token(num_tokens) // self._block_size
 
 
 class RecurrentStateManager(GroupManager):
@@ -99,6 +106,14 @@ class RecurrentStateManager(GroupManager):
     def longest_hit(self, present: bytes, limit: int) -> int:
         """Right to left to the first state."""
         return present.rfind(_PRESENT, 0, limit) + 1
+
+
+def locals_by_rule(managers: Iterable[GroupManager]) -> list[list[LocalManager]]:
+    """Windows and chunks, those that need the same positions together: one window's layers may be in several groups."""
+    groups: dict[tuple[object, ...], list[LocalManager]] = {}
+    for manager in (m for m in managers if isinstance(m, LocalManager)):
+        groups.setdefault(manager.rule, []).append(manager)
+    return list(groups.values())
 
 
 def make_manager(group: KVGroup, block_size: int) -> GroupManager:

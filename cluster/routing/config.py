@@ -27,11 +27,11 @@ class RoutingConfig:
     # Conversations silent for longer don't count as hot.
     hot_horizon_s: float = 600.0
     # Weights of seconds that others lose, or that are lost later, against those that the request itself waits.
-    work_weight: float = 1.0
+    work_weight: float = 0.3
     crowd_weight: float = 1.0
     stall_weight: float = 0.1
-    decode_weight: float = 0.1
-    pressure_weight: float = 1.0
+    decode_weight: float = 0.2
+    pressure_weight: float = 0.1
     # Requests that may wait in the router, and the backlog in seconds beyond which a Mac is given nothing more.
     max_waiting: int = 1024
     max_backlog_s: float = 30.0

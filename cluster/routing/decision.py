@@ -1,7 +1,7 @@
 """What was decided, and what is needed to explain it later: kept as it was, worked out when somebody asks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.kv.hashing import BlockHash
 from cluster.routing.index import Match
@@ -102,7 +102,16 @@ class Trace:
     closed: Mapping[int, str]
     kinds: Sequence[tuple[int, str]]
     policy: str
-    decision: Decision | None = field(default=None)
+    # Mac time that the request will take, wherever it goes.
+    cost_s: float
+    # Set if Macs could take the request but none in time: how soon the soonest would.
+    soonest_s: float | None = None
+    decision: Decision | None = None
+
+    @property
+    def backlog_s(self) -> float:
+        """How long the request would wait on the Mac that has least to do. O(Macs)."""
+        return min(self.view.standings[slot].wait_s for slot in self.view.open_slots)
 
     def explain(self, request_id: str) -> Explanation:
         """O(Macs)."""

@@ -4,6 +4,8 @@ The log has each stored hash once more, end to end: 16 bytes a block instead of 
 stays in it until a quarter of it is stale; a mask says whether an entry still counts.
 """
 
+from collections.abc import Sequence
+
 from cluster.kv.events import xor_of
 from cluster.kv.hashing import HASH_BYTES, BlockHash
 from cluster.routing.digests import hashes_in
@@ -28,21 +30,17 @@ class Holding:
     def store(self, joined: bytes) -> int:
         """Returns how many were held already: those change nothing."""
         masks, bit = self.masks, self.bit
-        get = masks.get
+        hashes = hashes_in(joined)
+        new = dict.fromkeys(hashes, bit)
         known: list[BlockHash] = []
-        # Neighbours are held by the same Macs: one int serves for all of them, and is tested by identity.
-        last, united = 0, bit
-        for block_hash in hashes_in(joined):
-            mask = get(block_hash, 0)
-            if mask is not last:
-                if mask & bit:
-                    known.append(block_hash)
-                    continue
-                last, united = mask, mask | bit
-            masks[block_hash] = united
+        if len(new) == len(hashes) and masks.keys().isdisjoint(new.keys()):
+            # The usual case, at a fifth of the cost: nobody has any of them.
+            masks.update(new)
+        else:
+            known = self._store_each(hashes)
         self._log += joined
         self.digest ^= xor_of(joined) ^ xor_of(b"".join(known))
-        self.num_blocks += len(joined) // HASH_BYTES - len(known)
+        self.num_blocks += len(hashes) - len(known)
         self._tidy()
         return len(known)
 
@@ -83,6 +81,23 @@ class Holding:
         assert held == set(self.blocks()), "the log has lost blocks"
         assert len(held) == self.num_blocks, f"{len(held)} blocks are held, {self.num_blocks} counted"
         assert xor_of(b"".join(held)) == self.digest, "the digest is of another set"
+
+    def _store_each(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Returns those that were held already."""
+        masks, bit = self.masks, self.bit
+        get = masks.get
+        known: list[BlockHash] = []
+        # Neighbours are held by the same Macs: one int serves for all of them, and is tested by identity.
+        last, united = 0, bit
+        for block_hash in hashes:
+            mask = get(block_hash, 0)
+            if mask is not last:
+                if mask & bit:
+                    known.append(block_hash)
+                    continue
+                last, united = mask, mask | bit
+            masks[block_hash] = united
+        return known
 
     def _tidy(self) -> None:
         if len(self._log) // HASH_BYTES > self.num_blocks * 5 // 4 + _SPARE_ENTRIES:

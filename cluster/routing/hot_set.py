@@ -33,11 +33,11 @@ class HotSets:
             return
         records, last = self._records[slot], len(block_hashes) - 1
         num_known, num_new = 0, last + 1 - num_matched
-        for index in (last, *range(num_matched - 1, max(-1, num_matched - 1 - _MAX_ANSWER_BLOCKS), -1)):
-            record = records.pop(block_hashes[index], None)
-            if record is not None:
-                num_known, num_new = record[0], last - index
-                break
+        first = max(0, num_matched - _MAX_ANSWER_BLOCKS)
+        # Two passes: most prompts begin a conversation, or go on with one, and looking for nothing must be cheap.
+        if not records.keys().isdisjoint([block_hashes[last], *block_hashes[first:num_matched]]):
+            index = next(i for i in (last, *range(num_matched - 1, -1, -1)) if block_hashes[i] in records)
+            num_known, num_new = records.pop(block_hashes[index])[0], last - index
         records[block_hashes[last]] = (num_known + num_new, now_s)
         self.num_blocks[slot] += num_new
 

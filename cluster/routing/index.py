@@ -43,6 +43,23 @@ class ContentStats:
     num_digest_mismatches: int
 
 
+@dataclass(frozen=True, slots=True)
+class MacIndexStats:
+    """What the prefix index knows of one Mac."""
+
+    mac: str
+    epoch: int
+    content: ContentStats
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """`num_keys` are distinct (group, block_hash) of each model that at least one Mac holds."""
+
+    num_keys: int
+    macs: tuple[MacIndexStats, ...]
+
+
 @dataclass(slots=True)
 class _Content:
     holdings: tuple[Holding, ...]
@@ -161,6 +178,9 @@ class PrefixIndex:
         content = self._contents[slot]
         for group, (buckets, joined) in buckets_by_group.items():
             holding = content.holdings[group]
+            if not holding.num_blocks:
+                holding.store(joined)
+                continue
             wanted = dict.fromkeys(hashes_in(joined))
             held = set(hashes_in(in_buckets(holding.blocks(), buckets)))
             holding.remove(b"".join(held.difference(wanted)))

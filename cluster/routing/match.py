@@ -13,6 +13,9 @@ from cluster.kv.hashing import BlockHash
 Depths = list[tuple[int, int]]
 Masks = Mapping[BlockHash, int]
 
+# States are looked up so many blocks at a time: most prompts end a few blocks after one.
+_STATE_STRIDE = 64
+
 
 def leading_runs(get: Callable[[BlockHash, int], int], hashes: Sequence[BlockHash], macs: int) -> Depths:
     """How far each of `macs` holds the chain without a hole; those without its first block are left out.
@@ -62,7 +65,9 @@ class ResumePass:
         self._masks = masks
         self._hashes = hashes
         self._block_size = block_size
+        # Masks along the prompt by group, and from where on they have been looked up.
         self._rows: dict[int, list[int]] = {}
+        self._lows: dict[int, int] = {}
         self.lowered: list[tuple[int, int, int, int]] = []
 
     def run(self, limits: Depths) -> Depths:
@@ -89,41 +94,55 @@ class ResumePass:
 
     def holders(self, first: int, end: int, group: int, macs: int) -> int:
         """Those of `macs` that hold all of these blocks."""
-        return reduce(and_, self._row(group)[first:end], macs)
+        get = self._masks[group].get
+        return reduce(and_, [get(block_hash, 0) for block_hash in self._hashes[first:end]], macs)
 
-    def _row(self, group: int) -> list[int]:
-        """The masks along the prompt."""
+    def _row(self, group: int, first: int, depth: int) -> list[int]:
+        """The masks along the prompt, looked up from `first` to `depth`: depths only fall, so it grows downwards."""
         row = self._rows.get(group)
         if row is None:
+            row = self._rows[group] = [0] * depth
+            self._lows[group] = depth
+        low = self._lows[group]
+        if first < low:
             get = self._masks[group].get
-            row = self._rows[group] = [get(block_hash, 0) for block_hash in self._hashes]
+            row[first:low] = [get(block_hash, 0) for block_hash in self._hashes[first:low]]
+            self._lows[group] = first
         return row
 
     def _lower(self, manager: GroupManager, macs: int, depth: int) -> Depths:
         """Macs for which the group can't end at `depth` > 0, and the next depth to try."""
-        row = self._row(manager.group_id)
+        group = manager.group_id
         if manager.is_state:
-            return _to_last_state(row, macs, depth)
-        lowered = _to_first_hole(row, range(min(depth, manager.num_sink_blocks)), macs)
-        for mask, _ in lowered:
-            macs &= ~mask
+            return self._to_last_state(group, macs, depth)
+        lowered: Depths = []
+        if manager.num_sink_blocks:
+            get, num_sinks = self._masks[group].get, min(depth, manager.num_sink_blocks)
+            sinks = [get(block_hash, 0) for block_hash in self._hashes[:num_sinks]]
+            lowered = _to_first_hole(sinks, range(num_sinks), macs)
+            for mask, _ in lowered:
+                macs &= ~mask
         needed = range(manager.first_needed(depth * self._block_size), depth)
-        return lowered + _to_first_hole(row, needed, macs)
+        return lowered + _to_first_hole(self._row(group, needed.start, depth), needed, macs)
 
-
-def _to_last_state(row: Sequence[int], macs: int, depth: int) -> Depths:
-    lowered: Depths = []
-    left = macs & ~row[depth - 1]
-    for position in range(depth - 2, -1, -1):
-        if not left:
-            return lowered
-        found = row[position] & left
-        if found:
-            lowered.append((found, position + 1))
-            left ^= found
-    if left:
-        lowered.append((left, 0))
-    return lowered
+    def _to_last_state(self, group: int, macs: int, depth: int) -> Depths:
+        lowered: Depths = []
+        low = max(0, depth - _STATE_STRIDE)
+        row = self._row(group, low, depth)
+        left = macs & ~row[depth - 1]
+        for position in range(depth - 2, -1, -1):
+            if not left:
+                return lowered
+            if position < low:
+                low = max(0, low - _STATE_STRIDE)
+                row = self._row(group, low, depth)
+            found = row[position] & left
+            if found:
+                lowered.append((found, position + 1))
+                left ^= found
+        if left:
+            lowered.append((left, 0))
+        return lowered
 
 
 def _to_first_hole(row: Sequence[int], needed: range, macs: int) -> Depths:

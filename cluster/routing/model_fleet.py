@@ -12,7 +12,7 @@ from cluster.routing.config import RoutingConfig
 from cluster.routing.decision import Decision, RouteQuery, Trace
 from cluster.routing.drift import DriftBook
 from cluster.routing.hot_set import HotSets
-from cluster.routing.index import PrefixIndex
+from cluster.routing.index import Match, PrefixIndex
 from cluster.routing.load import Booking, LoadBook
 from cluster.routing.mac import MacInfo, MacState, MacStatus
 from cluster.routing.match import Depths
@@ -186,7 +186,7 @@ class ModelFleet:
         num_held = _by_slot(match.resumable, num_slots)
         num_matched: Sequence[int] = num_held
         if self._policy.counts_pending and self.loads.pending:
-            num_matched = self._with_pending(num_held, query)
+            num_matched = self._with_pending(num_held, match, query)
         view = View(
             open_slots=open_slots,
             standings=self._standings.copy(),
@@ -199,8 +199,11 @@ class ModelFleet:
             last_booking=self._last_booking,
             hint=self._sessions.get(query.session, -1) if query.session else -1,
         )
-        if not open_slots:
-            return Trace(view, match, self._names, closed, self._kinds, self._config.policy)
+        soonest_s = None
+        if query.deadline_s is not None and open_slots:
+            view, closed, soonest_s = _in_time(view, closed, query.deadline_s)
+        if not view.open_slots:
+            return Trace(view, match, self._names, closed, self._kinds, self._config.policy, 0.0, soonest_s)
         slot = self._policy.choose(view)
         member = self.at(slot)
         decision = Decision(
@@ -212,7 +215,10 @@ class ModelFleet:
             num_matched_tokens=num_matched[slot],
             decided_at_s=now_s,
         )
-        return Trace(view, match, self._names, closed, self._kinds, self._config.policy, decision)
+        row_s = member.speed.costs.row_s + member.speed.costs.row_context_s * query.num_tokens
+        cost_s = prefill_s(view.standings[slot], num_matched[slot], query.num_tokens) + view.num_output * row_s
+        policy = self._config.policy
+        return Trace(view, match, self._names, closed, self._kinds, policy, cost_s, decision=decision)
 
     def book(self, query: RouteQuery, trace: Trace, now_s: float) -> None:
         """Count a decision's request on its Mac from now on."""
@@ -285,7 +291,10 @@ class ModelFleet:
             self._standings[slot] = standing_of(
                 member.speed.costs if member.speed.num_observed else self._assumed_costs(),
                 MacBounds(
-                    member.info.max_num_seqs, member.info.max_num_batched_tokens, member.info.max_chunk_tokens, max(1, member.info.token_capacity)
+                    member.info.max_num_seqs,
+                    member.info.max_num_batched_tokens,
+                    member.info.max_chunk_tokens,
+                    max(1, member.info.token_capacity),
                 ),
                 self._config,
                 num_prefilling=loads.num_prefilling[slot],
@@ -324,26 +333,45 @@ class ModelFleet:
             return f"a prompt of {query.num_tokens} tokens leaves no room in its context of {info.max_model_len}"
         return ""
 
-    def _with_pending(self, num_held: Sequence[int], query: RouteQuery) -> Sequence[int]:
-        """What prompts under way will have computed too; of a whole prompt, its last token still runs."""
-        depths = self.loads.pending.match(query.block_hashes, -1)
-        if not depths:
-            return num_held
+    def _with_pending(self, num_held: Sequence[int], match: Match, query: RouteQuery) -> Sequence[int]:
+        """What prompts under way will have computed too; of a whole prompt, its last token still runs.
+
+        The same list if that is nowhere more than what is held.
+        """
         size, most = self.block_size, (query.num_tokens - 1) // self.block_size * self.block_size
-        num_matched = list(num_held)
-        for mask, depth in depths:
+        num_matched = None
+        for mask, depth in self.loads.pending.match(query.block_hashes, -1):
             num_tokens = min(depth * size, most)
-            while mask:
+            for held_mask, held_tokens in match.resumable:
+                if held_tokens >= num_tokens:
+                    mask &= ~held_mask
+            if mask and num_matched is None:
+                num_matched = list(num_held)
+            while mask and num_matched is not None:
                 lowest = mask & -mask
-                slot = lowest.bit_length() - 1
-                num_matched[slot] = max(num_matched[slot], num_tokens)
+                num_matched[lowest.bit_length() - 1] = num_tokens
                 mask ^= lowest
-        return num_matched
+        return num_held if num_matched is None else num_matched
 
 
 _MAX_SESSIONS = 16_384
-_NOBODY = Standing(float("inf"), float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
+_NOBODY = Standing(*(float("inf"),) * 2, *(0.0,) * 3, 1, *(0.0,) * 10, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
+
+
+def _in_time(view: View, closed: dict[int, str], deadline_s: float) -> tuple[View, dict[int, str], float | None]:
+    """Only Macs that are predicted to give the first token in time; if there are none, how soon the soonest would."""
+    first_s = {
+        slot: view.standings[slot].wait_s + prefill_s(view.standings[slot], view.num_matched[slot], view.num_tokens)
+        for slot in view.open_slots
+    }
+    late = {
+        slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
+        for slot, seconds in first_s.items()
+        if seconds > deadline_s
+    }
+    open_slots = tuple(slot for slot in view.open_slots if slot not in late)
+    return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
 
 
 def kind_of(group: KVGroup) -> str:

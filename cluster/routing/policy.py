@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from cluster.routing.predict import Standing, shared_s
+from cluster.routing.predict import Standing, least_s, terms_of
 
 # A difference below this share of the best total, or below what a person notices, is noise of the learnt speeds and no
 # reason to pile up work on one Mac.
@@ -51,18 +51,17 @@ class PredictedSeconds:
     def choose(self, view: View) -> int:
         """See the class. O(slots)."""
         num_tokens, num_output = view.num_tokens, view.num_output
-        totals = []
-        for st, matched in zip(view.standings, view.num_matched, strict=True):
-            own_s = (num_tokens - matched) * (st.token_s + st.context_s * (matched + num_tokens) / 2)
-            totals.append(st.start_s + own_s * (1 + st.factor) + min(own_s, st.beside_s) * 2 + num_output * (st.decode_s + st.decode_context_s * num_tokens))
-        if view.num_held is not view.num_matched:
-            for slot in view.open_slots:
-                held, matched = view.num_held[slot], view.num_matched[slot]
-                if matched > held:
-                    totals[slot] -= shared_s(view.standings[slot], held, matched)
-        least_s = min([totals[slot] for slot in view.open_slots])
-        limit_s = max(least_s * (1 + TIE), least_s + TIE_S)
-        equal = [slot for slot in view.open_slots if totals[slot] <= limit_s]
+        standings, num_held, num_matched = view.standings, view.num_held, view.num_matched
+        # Most Macs are out of the question by what they cost at least; only the others are worked out.
+        bounds = [(least_s(standings[slot], num_matched[slot], num_tokens), slot) for slot in view.open_slots]
+        limit_s, totals = float("inf"), []
+        for bound_s, slot in sorted(bounds):
+            if bound_s > limit_s:
+                break
+            total_s = terms_of(standings[slot], num_held[slot], num_matched[slot], num_tokens, num_output).total_s
+            totals.append((total_s, slot))
+            limit_s = min(limit_s, max(total_s * (1 + TIE), total_s + TIE_S))
+        equal = [slot for total_s, slot in totals if total_s <= limit_s]
         if len(equal) == 1:
             return equal[0]
         return min(

@@ -1,14 +1,19 @@
 """What a request would take on one Mac, in seconds by term.
 
-    wait_s      prefill booked there ahead of it, decoding on beside it, and a free row if all are taken
+    wait_s      until its prompt has its turn, and what others beside it take of the steps; or until a prompt under way
+                has computed what the request shares with it
     prefill_s   its own tokens that are not there, in chunks beside the rows that decode
-    decode_s    its answer beside the rows that will decode then, and what its row costs those
-    stall_s     how long its prefill holds up the rows that decode
-    pressure_s  what it pushes out and will be wanted again: as much as it brings, in the part of the memory that is hot
+    decode_s    its answer beside the rows that will decode then, what its row costs those, and how much longer it takes
+                as long as other prompts are being prefilled
+    stall_s     how long its prefill holds up the rows that decode and the prompt beside it
+    pressure_s  what its prefill costs those who come later: they wait for it too, the more the busier the Mac has been
+                of late, and it pushes out what may be wanted again, in the part of the memory that is hot
 
-The last three are weighted, because others bear them, or nobody if things go well. What the request shares with a
-prompt that is being prefilled there is not counted as waiting (`shared_s`): elsewhere it would have to compute the same
-tokens. So siblings stay together until the rest of the queue costs more than prefilling again.
+A step has room for several prompts' chunks, so a short prompt does not wait for one long one: with W seconds booked of
+which L are one prompt's, and two abreast, a new one of n seconds gets its first token after 2 (W - L) + n + min(n, 2 L -
+W) if the long one is more than half of all, else after W + n.
+
+All but the first two are weighted: others bear them, or they come after the first token.
 """
 
 from dataclasses import dataclass
@@ -17,27 +22,39 @@ from typing import NamedTuple
 from cluster.routing.config import RoutingConfig
 from cluster.routing.speed import StepCosts
 
+# A Mac whose work of late, faded by half in a minute, comes to so many seconds has been busy all the time.
+_BUSY_S = 86.6
+_MOST_CROWDED = 2.0
+
 
 class Standing(NamedTuple):
     """One Mac as a decision sees it; made anew whenever one of these changes. Terms of the request are left open."""
 
+    # All prefill booked there; then, until the request's prompt gets its share of the steps, and until another prompt
+    # no longer takes half of them.
     wait_s: float
-    # Seconds until the request's prompt gets its share of the steps, and until another one no longer takes half of them.
     start_s: float
     beside_s: float
-    # Seconds of a prefill token, and of it for each token of its context.
+    # Seconds of a prefill token, and of it for each token of its context; tokens of one chunk.
     token_s: float
     context_s: float
-    # Prefill seconds count so often: once, and as stall and pressure.
-    factor: float
-    # Weighted seconds of an answer's token, and of it for each token of the prompt.
+    chunk_tokens: int
+    # A step that has prefill, and one that only decodes.
+    mixed_step_s: float
+    decode_step_s: float
+    # Weighted: each second of prefill counts so often for those who come later.
+    pressure: float
+    # Weighted seconds that each second of prefill holds up rows that decode, and their tokens still to come.
+    stall: float
+    num_output_left: float
+    # Weighted seconds of an answer's token, and of it for each token of the prompt; the weight itself.
     decode_s: float
     decode_context_s: float
+    decode_weight: float
+    # Seconds of one more row, and of it for each token of its context.
     row_s: float
     row_context_s: float
-    # For those who want to know more: what the factor is made of, and the bookings.
-    stall: float
-    pressure: float
+    # The bookings.
     num_requests: int
     num_prefill_tokens: int
     num_decoding: int
@@ -47,7 +64,7 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The prediction by term; `total_s` is what Macs are compared by."""
+    """The prediction by term; `total_s` is what Macs are compared by. `shared_s` is a part of `wait_s`."""
 
     wait_s: float
     shared_s: float
@@ -59,7 +76,7 @@ class Terms:
     @property
     def total_s(self) -> float:
         """Weights are in the terms already."""
-        return self.wait_s - self.shared_s + self.prefill_s + self.decode_s + self.stall_s + self.pressure_s
+        return self.wait_s + self.prefill_s + self.decode_s + self.stall_s + self.pressure_s
 
     @property
     def first_token_s(self) -> float:
@@ -85,14 +102,17 @@ def standing_of(
     num_prefilling: int,
     num_prefill_tokens: int,
     prefill_work: int,
-    longest: tuple[int, int],
     num_decoding: int,
     decode_context_tokens: int,
     hot_tokens: int,
     num_output_tokens: float,
-    recent_work_s: float,
+    longest: tuple[int, int] = (0, 0),
+    recent_work_s: float = 0.0,
 ) -> Standing:
-    """`num_output_tokens` is the usual length of an answer; the other numbers are the Mac's bookings."""
+    """`num_output_tokens` is the usual length of an answer; the other numbers are the Mac's bookings.
+
+    `longest`: tokens and work of the prompt under way that has most to do. `recent_work_s` has faded up to now.
+    """
     # A chunk's step carries every row that decodes.
     rows_s = costs.step_s + costs.row_s * num_decoding + costs.row_context_s * decode_context_tokens
     token_s = costs.token_s + rows_s / bounds.max_num_batched_tokens
@@ -102,28 +122,30 @@ def standing_of(
     num_too_many = num_others + 1 - bounds.max_num_seqs
     if num_too_many > 0:
         wait_s += num_too_many * num_output_tokens * row_s / bounds.max_num_seqs
-    start_s, beside_s = wait_s, 0.0
-    num_abreast = bounds.max_num_batched_tokens // bounds.max_chunk_tokens
     longest_s = min(wait_s, token_s * longest[0] + costs.context_s * longest[1] / 2)
-    rest_s = wait_s - longest_s
-    if num_abreast > 1 and rest_s < (num_abreast - 1) * longest_s:
-        start_s = rest_s * num_abreast / (num_abreast - 1)
-        beside_s = longest_s - rest_s / (num_abreast - 1)
-    stall = config.stall_weight * num_decoding
-    pressure = config.pressure_weight * min(1.0, hot_tokens / bounds.token_capacity)
+    start_s, beside_s = _in_line(wait_s, longest_s, bounds.max_num_batched_tokens // bounds.max_chunk_tokens)
+    chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
+    context = prefill_work / 2 / num_prefill_tokens if num_prefill_tokens else 0.0
+    crowd = min(_MOST_CROWDED, recent_work_s / _BUSY_S)
     return Standing(
         wait_s=wait_s,
         start_s=start_s,
         beside_s=beside_s,
         token_s=token_s,
         context_s=costs.context_s,
-        factor=config.work_weight + stall + pressure + config.crowd_weight * min(2.0, recent_work_s / 86.6),
+        chunk_tokens=chunk,
+        mixed_step_s=chunk * (token_s + costs.context_s * context),
+        decode_step_s=row_s,
+        pressure=config.work_weight
+        + config.crowd_weight * crowd
+        + config.pressure_weight * min(1.0, hot_tokens / bounds.token_capacity),
+        stall=config.stall_weight * num_decoding,
+        num_output_left=num_output_tokens / 2,
         decode_s=config.decode_weight * (row_s + costs.row_s * num_others),
         decode_context_s=config.decode_weight * costs.row_context_s * (1 + num_others),
+        decode_weight=config.decode_weight,
         row_s=costs.row_s,
         row_context_s=costs.row_context_s,
-        stall=stall,
-        pressure=pressure,
         num_requests=num_others,
         num_prefill_tokens=num_prefill_tokens,
         num_decoding=num_decoding,
@@ -137,19 +159,46 @@ def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
     return (num_tokens - num_matched) * (standing.token_s + standing.context_s * (num_matched + num_tokens) / 2)
 
 
-def shared_s(standing: Standing, num_held: int, num_matched: int) -> float:
-    """Of the wait, the part that computes what the request shares: from what the Mac holds to what it will."""
-    return min(standing.wait_s, prefill_s(standing, num_held, num_matched))
-
-
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
     """All terms of one Mac."""
     own_s = prefill_s(standing, num_matched, num_tokens)
+    abreast_s = min(own_s, standing.beside_s)
+    wait_s, shared_s = standing.start_s + abreast_s, 0.0
+    if num_matched > num_held:
+        # It is computed by one of those ahead, whichever.
+        shared_s = min(standing.wait_s, prefill_s(standing, num_held, num_matched))
+        wait_s = max(wait_s, shared_s)
+    decode_s = num_output * (standing.decode_s + standing.decode_context_s * num_tokens)
+    left_s = standing.wait_s - wait_s
+    if left_s > 0.0:
+        num_slow = min(num_output, left_s / standing.mixed_step_s)
+        decode_s += standing.decode_weight * num_slow * max(0.0, standing.mixed_step_s - standing.decode_step_s)
+    held_up_s = own_s
+    if own_s > 0.0:
+        # Rows that decode end before a long prompt does: a step of it is one token of theirs.
+        held_up_s *= min(1.0, standing.num_output_left * standing.chunk_tokens / (num_tokens - num_matched))
     return Terms(
-        wait_s=standing.wait_s,
-        shared_s=shared_s(standing, num_held, num_matched),
+        wait_s=wait_s,
+        shared_s=shared_s,
         prefill_s=own_s,
-        decode_s=num_output * (standing.decode_s + standing.decode_context_s * num_tokens),
-        stall_s=own_s * standing.stall,
+        decode_s=decode_s,
+        stall_s=held_up_s * standing.stall + abreast_s,
         pressure_s=own_s * standing.pressure,
     )
+
+
+def least_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
+    """What the total comes to at least: all that costs little to work out."""
+    own_s = prefill_s(standing, num_matched, num_tokens)
+    return standing.start_s + own_s * (1.0 + standing.pressure)
+
+
+def _in_line(wait_s: float, longest_s: float, num_abreast: int) -> tuple[float, float]:
+    """Seconds until a new prompt gets its share of the steps, and from then on until it no longer shares with the longest.
+
+    As if all but the longest went through the other lanes first.
+    """
+    rest_s = wait_s - longest_s
+    if num_abreast < 2 or rest_s >= (num_abreast - 1) * longest_s:
+        return wait_s, 0.0
+    return rest_s * num_abreast / (num_abreast - 1), longest_s - rest_s / (num_abreast - 1)

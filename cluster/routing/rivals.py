@@ -4,7 +4,9 @@ Restated from what those routers publish, with their default figures. They see b
 more than most of them have; none sees speeds, seconds or prompts under way.
 """
 
-from cluster.routing.policy import View
+from collections.abc import Callable
+
+from cluster.routing.policy import Policy, PredictedSeconds, View
 
 
 class RoundRobin:
@@ -87,6 +89,21 @@ class WeightedScores:
             return 3 * prefix + 2 * short + 2 * free
 
         return max(view.open_slots, key=lambda slot: (score(slot), -view.last_booking[slot]))
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "predicted_seconds": PredictedSeconds,
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "prefix_affinity": PrefixAffinity,
+    "linear_block_cost": LinearBlockCost,
+    "weighted_scores": WeightedScores,
+}
+
+
+def make_policy(name: str) -> Policy:
+    """One of `cluster.routing.config.POLICIES`."""
+    return _POLICIES[name]()
 
 
 def _least_loaded(view: View) -> int:

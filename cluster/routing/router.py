@@ -8,51 +8,30 @@ takes requests by load alone. With a request: `route`, `first_token`, `release`;
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from cluster.kv.events import BlockEvent
-from cluster.kv.layout import KVGroup
+from cluster.routing.compatibility import fits, refuse_incompatible
 from cluster.routing.config import RoutingConfig
 from cluster.routing.decision import Decision, Explanation, RouteQuery, Trace
-from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, UnknownModel, UnknownRequest
-from cluster.routing.index import Applied, ContentStats
+from cluster.routing.errors import (
+    DeadlineUnmet,
+    NoMacAvailable,
+    RoutingError,
+    UnknownMac,
+    UnknownModel,
+    UnknownRequest,
+)
+from cluster.routing.index import Applied, IndexStats, MacIndexStats
 from cluster.routing.load import Booking
 from cluster.routing.mac import MacInfo, MacState, MacStatus
-from cluster.routing.model_fleet import Member, ModelFleet, kind_of
-from cluster.routing.policy import Policy, PredictedSeconds
-from cluster.routing.rivals import LeastLoaded, LinearBlockCost, PrefixAffinity, RoundRobin, WeightedScores
+from cluster.routing.model_fleet import Member, ModelFleet
+from cluster.routing.rivals import make_policy
 from cluster.routing.speed import StepSample
 
 NUM_DECISIONS_KEPT = 1_000
 # How long a lost Mac's blocks are kept, so that one that flaps need not send them again.
 _KEEP_LOST_S = 60.0
-
-_POLICIES: dict[str, Callable[[], Policy]] = {
-    "predicted_seconds": PredictedSeconds,
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "prefix_affinity": PrefixAffinity,
-    "linear_block_cost": LinearBlockCost,
-    "weighted_scores": WeightedScores,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class MacIndexStats:
-    """What the prefix index knows of one Mac."""
-
-    mac: str
-    epoch: int
-    content: ContentStats
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStats:
-    """`num_keys` are distinct (group, block_hash) of each model that at least one Mac holds."""
-
-    num_keys: int
-    macs: tuple[MacIndexStats, ...]
 
 
 class Router:
@@ -60,7 +39,7 @@ class Router:
 
     def __init__(self, config: RoutingConfig | None = None) -> None:
         self._config = config or RoutingConfig()
-        self._policy = _POLICIES[self._config.policy]()
+        self._policy = make_policy(self._config.policy)
         self._fleets: dict[str, ModelFleet] = {}
         self._model_of_mac: dict[str, str] = {}
         self._model_of_request: dict[str, str] = {}
@@ -80,9 +59,10 @@ class Router:
         if known is not None and known[1].info.epoch != info.epoch:
             self._lose(*known)
             self._forget_requests(known[0].end_incarnation(known[1]))
-        self._refuse_incompatible(info)
         fleet = self._fleets.get(info.model)
-        if fleet is None or not _fits(fleet, info):
+        if fleet is not None:
+            refuse_incompatible(fleet, info)
+        if fleet is None or not fits(fleet, info):
             fleet = self._begin_anew(info, fleet)
         member = fleet.members.get(info.name)
         if member is None:
@@ -232,14 +212,23 @@ class Router:
     def route(self, query: RouteQuery, now_s: float) -> Decision:
         """Choose a Mac and book it in one step, in place of an earlier booking of the same request.
 
-        Raises UnknownModel, NoMacAvailable.
+        Raises UnknownModel, NoMacAvailable, DeadlineUnmet.
         """
         self.release(query.request_id)
+        return self.book(query, self.plan(query, now_s), now_s)
+
+    def plan(self, query: RouteQuery, now_s: float) -> Trace:
+        """Choose; to be booked before anything else happens, or not at all. Raises as `route` does."""
         fleet = self._fleet(query.model)
         trace = fleet.decide(query, now_s)
         if trace.decision is None:
             raise _refusal(fleet, query, trace)
-        fleet.book(query, trace, now_s)
+        return trace
+
+    def book(self, query: RouteQuery, trace: Trace, now_s: float) -> Decision:
+        """Book what was just planned for a request that has no booking."""
+        assert trace.decision is not None
+        self._fleet(query.model).book(query, trace, now_s)
         self._model_of_request[query.request_id] = query.model
         self._traces[query.request_id] = trace
         self._traces.move_to_end(query.request_id)
@@ -250,6 +239,10 @@ class Router:
     def what_if(self, query: RouteQuery, now_s: float) -> Explanation:
         """What `route` would do and why; changes nothing. Raises UnknownModel."""
         return self._fleet(query.model).decide(query, now_s).explain(query.request_id)
+
+    def is_booked(self, request_id: str) -> bool:
+        """Whether the request has a Mac."""
+        return request_id in self._model_of_request
 
     def first_token(self, request_id: str, num_cached_tokens: int | None = None) -> bool:
         """The request's prefill is done, and so many of its tokens were in its Mac's cache.
@@ -405,44 +398,10 @@ class Router:
             self._model_of_mac[info.name] = info.model
         return fleet
 
-    def _refuse_incompatible(self, info: MacInfo) -> None:
-        """Lost Macs don't count: a fleet that comes back with another KV format must be able to."""
-        fleet = self._fleets.get(info.model)
-        if fleet is None:
-            return
-        for name, other in fleet.members.items():
-            if name == info.name or other.is_lost:
-                continue
-            if other.info.block_size != info.block_size:
-                sizes = f"{info.block_size} tokens here, {other.info.block_size} on {name}"
-                raise IncompatibleMac(info.name, f"model {info.model!r} runs with another block size: {sizes}")
-            if other.info.root_hash != info.root_hash:
-                roots = f"{info.root_hash.hex()} here, {other.info.root_hash.hex()} on {name}"
-                differs = "weights, tokenizer or KV format differ"
-                raise IncompatibleMac(info.name, f"model {info.model!r} has another root hash ({differs}): {roots}")
-            if _cut(other.info.groups) != _cut(info.groups):
-                cuts = f"{_names(info.groups)} here, {_names(other.info.groups)} on {name}"
-                raise IncompatibleMac(info.name, f"model {info.model!r} has its KV layers in other groups: {cuts}")
 
-
-def _fits(fleet: ModelFleet, info: MacInfo) -> bool:
-    return (fleet.block_size, fleet.root_hash, _cut(fleet.groups)) == (
-        info.block_size,
-        info.root_hash,
-        _cut(info.groups),
-    )
-
-
-def _cut(groups: Sequence[KVGroup]) -> tuple[object, ...]:
-    """What must be alike for blocks to mean the same: not the pools, which follow each Mac's memory."""
-    return tuple((group.group_id, group.spec, group.layer_indices) for group in groups)
-
-
-def _names(groups: Sequence[KVGroup]) -> str:
-    return " + ".join(kind_of(group) for group in groups)
-
-
-def _refusal(fleet: ModelFleet, query: RouteQuery, trace: Trace) -> NoMacAvailable:
+def _refusal(fleet: ModelFleet, query: RouteQuery, trace: Trace) -> RoutingError:
+    if trace.soonest_s is not None and query.deadline_s is not None:
+        return DeadlineUnmet(query.model, trace.soonest_s, query.deadline_s)
     reasons = {trace.names[slot]: reason for slot, reason in trace.closed.items()}
     is_permanent = all(query.num_tokens >= each.info.max_model_len for each in fleet.members.values())
     return NoMacAvailable(query.model, reasons, is_permanent=is_permanent)
