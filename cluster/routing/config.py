@@ -26,12 +26,15 @@ class RoutingConfig:
     lease_s: float = 600.0
     # Conversations silent for longer don't count as hot.
     hot_horizon_s: float = 600.0
-    # Weights of seconds that others lose, or that are lost later, against those that the request itself waits.
-    work_weight: float = 0.3
-    crowd_weight: float = 1.0
+    # Weights of seconds that others lose, or that are lost later, against those until the request's own first token.
+    # Of each second of prefill: what it always costs those who come later, what it costs them where a Mac has been
+    # busy, and where what it pushes out is hot.
+    work_weight: float = 0.1
+    crowd_weight: float = 0.5
+    pressure_weight: float = 0.05
+    # Of each second that a decoding row is held up, and of the answer's own seconds.
     stall_weight: float = 0.1
-    decode_weight: float = 0.2
-    pressure_weight: float = 0.1
+    decode_weight: float = 0.3
     # Requests that may wait in the router, and the backlog in seconds beyond which a Mac is given nothing more.
     max_waiting: int = 1024
     max_backlog_s: float = 30.0
@@ -42,6 +45,9 @@ class RoutingConfig:
         for name in ("default_prefill_tokens_per_s", "lease_s", "hot_horizon_s", "max_backlog_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("expected_output_tokens", "stall_weight", "decode_weight", "pressure_weight", "max_waiting"):
+        for name in (
+            *("expected_output_tokens", "max_waiting"),
+            *("work_weight", "crowd_weight", "pressure_weight", "stall_weight", "decode_weight"),
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

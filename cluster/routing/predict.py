@@ -9,9 +9,9 @@
     pressure_s  what its prefill costs those who come later: they wait for it too, the more the busier the Mac has been
                 of late, and it pushes out what may be wanted again, in the part of the memory that is hot
 
-A step has room for several prompts' chunks, so a short prompt does not wait for one long one: with W seconds booked of
-which L are one prompt's, and two abreast, a new one of n seconds gets its first token after 2 (W - L) + n + min(n, 2 L -
-W) if the long one is more than half of all, else after W + n.
+A step has room for several prompts' chunks, so a short prompt does not wait for one long one: with W seconds booked, L
+of them one prompt's, and two abreast, a new one of n seconds gets its first token after 2 (W - L) + n + min(n, 2 L - W)
+if that prompt is more than half of all, else after W + n.
 
 All but the first two are weighted: others bear them, or they come after the first token.
 """
@@ -22,9 +22,10 @@ from typing import NamedTuple
 from cluster.routing.config import RoutingConfig
 from cluster.routing.speed import StepCosts
 
-# A Mac whose work of late, faded by half in a minute, comes to so many seconds has been busy all the time.
+# A Mac whose work of late, faded by half in a minute, comes to so many seconds has been busy all the time. Whoever
+# comes later waits busy / (1 - busy) seconds for each second of it, as in a queue.
 _BUSY_S = 86.6
-_MOST_CROWDED = 2.0
+_MOST_BUSY = 0.85
 
 
 class Standing(NamedTuple):
@@ -126,7 +127,8 @@ def standing_of(
     start_s, beside_s = _in_line(wait_s, longest_s, bounds.max_num_batched_tokens // bounds.max_chunk_tokens)
     chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
     context = prefill_work / 2 / num_prefill_tokens if num_prefill_tokens else 0.0
-    crowd = min(_MOST_CROWDED, recent_work_s / _BUSY_S)
+    busy = min(_MOST_BUSY, recent_work_s / _BUSY_S)
+    crowd = busy / (1.0 - busy)
     return Standing(
         wait_s=wait_s,
         start_s=start_s,
@@ -194,7 +196,7 @@ def least_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
 
 
 def _in_line(wait_s: float, longest_s: float, num_abreast: int) -> tuple[float, float]:
-    """Seconds until a new prompt gets its share of the steps, and from then on until it no longer shares with the longest.
+    """Seconds until a new prompt gets its share of the steps, and from then on until the longest one has been computed.
 
     As if all but the longest went through the other lanes first.
     """

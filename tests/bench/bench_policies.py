@@ -165,7 +165,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--models", type=listed(tuple(MODELS)), default=["dense", "hybrid"], help=",".join(MODELS))
     parser.add_argument("--policies", type=listed(POLICIES), default=list(POLICIES), help=",".join(POLICIES))
     parser.add_argument("--half", choices=list(HALVES), default="odd", help="sessions: even ones are for tuning")
-    parser.add_argument("--requests", type=int, default=1600, help="of each trace, at the most")
+    parser.add_argument("--requests", type=int, default=700, help="of each trace, at the most")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--json-out", type=Path, help="write the JSON line to this file too")
