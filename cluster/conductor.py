@@ -23,6 +23,7 @@ from cluster.kv.hashing import hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
 from cluster.ray_calls import ActorCaller
+from cluster.request_log import RequestLog
 from cluster.router_actor import RequestNotes
 from cluster.routing.decision import Decision, RouteQuery
 from cluster.sampling import SamplingRequest, check_token_ids, resolve
@@ -123,8 +124,15 @@ class _AnswerText:
 class Conductor:
     """Serves requests; `run_notes` must run beside it, because it carries bookings back to the router."""
 
-    def __init__(self, router: ActorCaller, metrics: Metrics, tenant_weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        router: ActorCaller,
+        metrics: Metrics,
+        tenant_weights: Mapping[str, float],
+        request_log: RequestLog | None = None,
+    ) -> None:
         self._router = router
+        self._request_log = request_log
         self._metrics = metrics
         self._first_token: list[tuple[str, int]] = []
         self._ended: list[tuple[str, int | None]] = []
@@ -143,14 +151,17 @@ class Conductor:
         progress = _Progress()
         finish: Finish | None = None
         with self._metrics.request(job.model.name) as observed:
-            async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
-                async for update in updates:
-                    observed.tokens(len(update.token_ids))
-                    yield TextChunk(text.push(update), update.token_ids, update.logprobs)
-                    finish = update.finish
-                    if text.stop is not None:
-                        finish = Finish.STOP
-                        break
+            try:
+                async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
+                    async for update in updates:
+                        observed.tokens(len(update.token_ids))
+                        yield TextChunk(text.push(update), update.token_ids, update.logprobs)
+                        finish = update.finish
+                        if text.stop is not None:
+                            finish = Finish.STOP
+                            break
+            finally:
+                self._log(job, max_tokens, progress, finish)
             assert finish is not None
             completed = _completed(job, progress, finish, sampling.seed, text.stop)
             observed.completed(completed)
@@ -277,6 +288,23 @@ class Conductor:
                 progress.route_s = progress.route_s or time.monotonic() - job.arrived_s
                 return decision
             await asyncio.sleep(_NO_MAC_PAUSE_S)
+
+    def _log(self, job: Job, max_tokens: int, progress: _Progress, finish: Finish | None) -> None:
+        """Into the request log, if one is kept."""
+        model = job.model
+        if self._request_log is None or model.root is None:
+            return
+        self._request_log.write(
+            at_s=time.time() - (time.monotonic() - job.arrived_s),
+            model=model.name,
+            root=model.root,
+            block_size=model.block_size,
+            prompt=job.prompt.token_ids,
+            output=progress.token_ids,
+            max_tokens=max_tokens,
+            boundaries=job.prompt.boundaries,
+            finish=finish,
+        )
 
     def _mac_lost(self, mac: str, epoch: int) -> None:
         self._lost.append((mac, epoch))

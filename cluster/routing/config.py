@@ -26,10 +26,18 @@ class RoutingConfig:
     lease_s: float = 600.0
     # Conversations silent for longer don't count as hot.
     hot_horizon_s: float = 600.0
-    # Weights of seconds that others lose, or that are lost later, against those that the request itself waits.
+    # Weights of seconds that others lose, or that are lost later, against those until the request's own first token.
+    # Of each second of prefill: what it always costs those who come later, what it costs them where a Mac has been
+    # busy, and where what it pushes out is hot.
+    work_weight: float = 0.1
+    crowd_weight: float = 0.5
+    pressure_weight: float = 0.05
+    # Of each second that is waited for a prompt under way to compute what is shared with it: 1 keeps siblings together
+    # until the rest of the queue costs more than prefilling again, 0 sends them where their first tokens come soonest.
+    sibling_weight: float = 1.0
+    # Of each second that a decoding row is held up, and of the answer's own seconds.
     stall_weight: float = 0.1
-    decode_weight: float = 0.1
-    pressure_weight: float = 1.0
+    decode_weight: float = 0.3
     # Requests that may wait in the router, and the backlog in seconds beyond which a Mac is given nothing more.
     max_waiting: int = 1024
     max_backlog_s: float = 10.0
@@ -40,6 +48,10 @@ class RoutingConfig:
         for name in ("default_prefill_tokens_per_s", "lease_s", "hot_horizon_s", "max_backlog_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("expected_output_tokens", "stall_weight", "decode_weight", "pressure_weight", "max_waiting"):
+        for name in (
+            *("expected_output_tokens", "max_waiting"),
+            *("work_weight", "crowd_weight", "pressure_weight", "stall_weight", "decode_weight"),
+            "sibling_weight",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

@@ -136,6 +136,15 @@ class LoadBook:
             num_decoding=self.num_decoding[slot],
         )
 
+    def longest(self, slot: int) -> tuple[int, int]:
+        """Tokens and work of the prompt there that has most tokens left. O(prompts under way there)."""
+        left, work = 0, 0
+        for booking in self._prefilling[slot].values():
+            num_left = booking.num_tokens - booking.num_done_tokens
+            if num_left > left:
+                left, work = num_left, num_left * (booking.num_done_tokens + booking.num_tokens)
+        return left, work
+
     def __len__(self) -> int:
         return len(self._bookings)
 

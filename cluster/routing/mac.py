@@ -27,7 +27,8 @@ class MacInfo:
 
     `name` is the host's and stays; `epoch` differs at each incarnation; `address` is its node service. `groups` are
     those of its KV layout: they say where a prefix can be resumed. `token_capacity`: tokens of long sequences that its
-    KV memory holds. `max_num_seqs` run at once, `max_num_batched_tokens` in one step.
+    KV memory holds. `max_num_seqs` run at once, `max_num_batched_tokens` in one step,
+    of which one prompt gets at most `max_chunk_tokens`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class MacInfo:
     token_capacity: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_chunk_tokens: int = 256
     # False: it keeps no prefix.
     is_caching: bool = True
 

@@ -17,7 +17,7 @@ from cluster.routing.load import Booking, LoadBook
 from cluster.routing.mac import MacInfo, MacState, MacStatus
 from cluster.routing.match import Depths
 from cluster.routing.policy import WORK_HALF_LIFE_S, Policy, View
-from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of
+from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of, terms_of
 from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs
 
 # Weight of one answer's length in the usual one.
@@ -78,6 +78,7 @@ class ModelFleet:
         self._worked_at_s: list[float] = []
         self._last_booking: list[int] = []
         self._num_bookings = 0
+        self._has_unobserved = True
         self._sessions: dict[str, int] = {}
         self._kinds = tuple((group.group_id, kind_of(group)) for group in info.groups)
 
@@ -100,6 +101,7 @@ class ModelFleet:
         self.members[info.name] = self._by_slot[slot] = member
         self._recent_work_s[slot] = self._worked_at_s[slot] = 0.0
         self._last_booking[slot] = 0
+        self._has_unobserved = True
         self.index.open(slot)
         self.refresh()
         return member
@@ -146,9 +148,19 @@ class ModelFleet:
 
     def observe(self, member: Member, samples: Sequence[StepSample]) -> None:
         """Steps that the Mac has run."""
-        for sample in samples:
-            member.speed.observe(sample)
+        if not samples:
+            return
+        if not member.speed.num_observed:
+            member.speed = StepModel(self._assumed_costs())
+        for index, sample in enumerate(samples):
+            # Steps of one report that only decode are all alike: one tells as much as all of them.
+            if sample.num_prefill_tokens or index == len(samples) - 1:
+                member.speed.observe(sample)
         self._stale.add(member.slot)
+        if self._has_unobserved:
+            unobserved = [each.slot for each in self.members.values() if not each.speed.num_observed]
+            self._stale.update(unobserved)
+            self._has_unobserved = bool(unobserved)
 
     def status(self, member: Member) -> MacStatus:
         """One row of the fleet."""
@@ -167,7 +179,7 @@ class ModelFleet:
 
     def decide(self, query: RouteQuery, now_s: float) -> Trace:
         """Choose; changes nothing. `decision` is None if every Mac is excluded."""
-        self._bring_up_to_date()
+        self._bring_up_to_date(now_s)
         open_slots, closed = self._eligible(query)
         match = self.index.match(query.block_hashes, query.num_tokens, -1)
         num_slots = len(self._by_slot)
@@ -230,7 +242,10 @@ class ModelFleet:
         self.hot.expire(slot, now_s)
         self._num_bookings += 1
         self._last_booking[slot] = self._num_bookings
-        work_s = prefill_s(self._standings[slot], num_matched, query.num_tokens)
+        standing = self._standings[slot]
+        work_s = prefill_s(standing, num_matched, query.num_tokens) + trace.view.num_output * (
+            standing.row_s + standing.row_context_s * query.num_tokens
+        )
         faded = 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S)
         self._recent_work_s[slot] = self._recent_work_s[slot] * faded + work_s
         self._worked_at_s[slot] = now_s
@@ -269,7 +284,7 @@ class ModelFleet:
             *(sum(values) / len(known) for values in zip(*(costs.weights for costs in known), strict=True))
         )
 
-    def _bring_up_to_date(self) -> None:
+    def _bring_up_to_date(self, now_s: float) -> None:
         for slot in self._stale:
             member = self._by_slot[slot]
             if member is None:
@@ -277,18 +292,23 @@ class ModelFleet:
                 continue
             loads = self.loads
             self._standings[slot] = standing_of(
-                member.speed.costs,
+                member.speed.costs if member.speed.num_observed else self._assumed_costs(),
                 MacBounds(
-                    member.info.max_num_seqs, member.info.max_num_batched_tokens, max(1, member.info.token_capacity)
+                    member.info.max_num_seqs,
+                    member.info.max_num_batched_tokens,
+                    member.info.max_chunk_tokens,
+                    max(1, member.info.token_capacity),
                 ),
                 self._config,
                 num_prefilling=loads.num_prefilling[slot],
                 num_prefill_tokens=loads.num_prefill_tokens[slot],
                 prefill_work=loads.prefill_work[slot],
+                longest=loads.longest(slot),
                 num_decoding=loads.num_decoding[slot] + member.num_foreign,
                 decode_context_tokens=loads.decode_context_tokens[slot],
                 hot_tokens=self.hot.num_blocks[slot] * self.block_size,
                 num_output_tokens=self.num_output_tokens,
+                recent_work_s=self._recent_work_s[slot] * 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S),
             )
         self._stale.clear()
 
@@ -325,9 +345,11 @@ class ModelFleet:
         """
         first_s = {}
         for slot in view.open_slots:
-            own_s = prefill_s(view.standings[slot], view.num_matched[slot], view.num_tokens)
-            is_known = self.at(slot).speed.num_observed >= NUM_SCALING
-            first_s[slot] = view.standings[slot].wait_s + own_s if is_known else 0.0
+            if self.at(slot).speed.num_observed < NUM_SCALING:
+                first_s[slot] = 0.0
+                continue
+            depths = view.num_held[slot], view.num_matched[slot]
+            first_s[slot] = terms_of(view.standings[slot], *depths, view.num_tokens, view.num_output).first_token_s
         late = {
             slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
             for slot, seconds in first_s.items()
@@ -360,7 +382,7 @@ class ModelFleet:
 _MAX_SESSIONS = 16_384
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
-_NOBODY = Standing(float("inf"), 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 1)
+_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 14, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 

@@ -1,9 +1,10 @@
 """Which Mac: the one where the request costs the least predicted seconds. The seam for other policies is `Policy`."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
-from cluster.routing.predict import Standing, shared_s
+from cluster.routing.predict import Standing, base_s, beside_s
 
 # A difference below this share of the best total, or below what a person notices, is noise of the learnt speeds and no
 # reason to pile up work on one Mac.
@@ -51,20 +52,20 @@ class PredictedSeconds:
     def choose(self, view: View) -> int:
         """See the class. O(slots)."""
         num_tokens, num_output = view.num_tokens, view.num_output
-        totals = [
-            standing[0]
-            + (num_tokens - matched) * (standing[1] + standing[2] * (matched + num_tokens) / 2) * standing[3]
-            + num_output * (standing[4] + standing[5] * num_tokens)
-            for standing, matched in zip(view.standings, view.num_matched, strict=True)
-        ]
-        if view.num_held is not view.num_matched:
-            for slot in view.open_slots:
-                held, matched = view.num_held[slot], view.num_matched[slot]
-                if matched > held:
-                    totals[slot] -= shared_s(view.standings[slot], held, matched)
-        least_s = min([totals[slot] for slot in view.open_slots])
-        limit_s = max(least_s * (1 + TIE), least_s + TIE_S)
-        equal = [slot for slot in view.open_slots if totals[slot] <= limit_s]
+        standings, num_held, num_matched = view.standings, view.num_held, view.num_matched
+        limit_s, totals = inf, []
+        bases = base_s(standings, view.open_slots, num_matched, num_tokens, num_output)
+        for base, slot in sorted(zip(bases, view.open_slots, strict=True)):
+            # Most Macs are out of the question by that already; for the others it is worked out what prompts under way
+            # there add, or take off.
+            if base > limit_s and num_matched[slot] <= num_held[slot]:
+                continue
+            total_s = base
+            if standings[slot].wait_s:
+                total_s += beside_s(standings[slot], num_held[slot], num_matched[slot], num_tokens, num_output)
+            totals.append((total_s, slot))
+            limit_s = min(limit_s, max(total_s * (1 + TIE), total_s + TIE_S))
+        equal = [slot for total_s, slot in totals if total_s <= limit_s]
         if len(equal) == 1:
             return equal[0]
         return min(
