@@ -285,14 +285,17 @@ class ModelFleet:
         )
 
     def _bring_up_to_date(self, now_s: float) -> None:
+        assumed = None
         for slot in self._stale:
             member = self._by_slot[slot]
             if member is None:
                 self._standings[slot] = _NOBODY
                 continue
-            loads = self.loads
+            loads, costs = self.loads, member.speed.costs
+            if not member.speed.num_observed:
+                assumed = costs = assumed or self._assumed_costs()
             self._standings[slot] = standing_of(
-                member.speed.costs if member.speed.num_observed else self._assumed_costs(),
+                costs,
                 MacBounds(
                     member.info.max_num_seqs,
                     member.info.max_num_batched_tokens,

@@ -194,8 +194,8 @@ def base_s(
     """The total on each Mac as if no other prompt were being prefilled there: never more, unless it shares one."""
     return [
         start_s
-        + (token_s + context_s * (num_matched[slot] + num_tokens) / 2)
-        * ((num_tokens - num_matched[slot]) * factor + stall * min(num_tokens - num_matched[slot], stall_tokens))
+        + (token_s + context_s * (num_tokens - (new := num_tokens - num_matched[slot]) / 2))
+        * (new * factor + stall * (new if new < stall_tokens else stall_tokens))
         + num_output * (decode_s + decode_context_s * num_tokens)
         for slot in slots
         for start_s, token_s, context_s, factor, stall, stall_tokens, decode_s, decode_context_s in (
