@@ -8,7 +8,6 @@ from mlx_lm.generate import generate_step
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from tests.worker.driver import Driver, Request, make_engine
 from tests.worker.families import CASES, VOCAB_SIZE, config_of, make_model
-from worker.models import FULL_ATTENTION_MODULES
 
 # One token, a part of a block, exactly one block, just over it, several chunks.
 _PROMPT_LENGTHS = (1, 5, 16, 37, 64)
@@ -78,7 +77,3 @@ def test_family_gives_the_tokens_and_logprobs_of_mlx_lm(case):
             if first - second < 10 * _LOGPROB_TOLERANCE:
                 break
             assert ours == theirs
-
-
-def test_every_family_of_the_registry_is_swept():
-    assert {module for module, _ in CASES.values()} == FULL_ATTENTION_MODULES

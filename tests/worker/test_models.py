@@ -9,23 +9,7 @@ from mlx.utils import tree_flatten
 
 from tests.worker.families import config_of, make_model
 from worker import models
-from worker.errors import UnsupportedModelError
 from worker.models import SamplingDefaults
-
-
-@pytest.mark.parametrize(
-    ("module", "changes", "reason"),
-    [
-        ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "num_key_value_heads": 2}, "family 'gemma2'"),
-        ("llama", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "RotatingKVCache"),
-    ],
-)
-def test_model_that_cannot_run_exactly_is_refused_by_name(module, changes, reason):
-    """An unknown family, and a known one whose configuration asks for a kind of cache that is not supported."""
-    made = importlib.import_module(f"mlx_lm.models.{module}")
-    config = {**config_of("llama"), "model_type": module, "num_hidden_layers": 2, **changes}
-    with pytest.raises(UnsupportedModelError, match=reason):
-        models.adapt(made.Model(made.ModelArgs.from_dict(config)), config)
 
 
 def test_vision_wrapper_is_run_as_the_text_model_inside():
