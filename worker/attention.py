@@ -103,7 +103,6 @@ class RotaryHandle:
 class PagedCache:
     """One attention cache in mlx-lm's protocol; holds no state of its own beyond a step."""
 
-
     def __init__(self, step: Step, index: int, shape: LayerShape) -> None:
         self._step = step
         self._index = index
@@ -167,14 +166,12 @@ class PagedCache:
         start, reach = self._step.batch.spans[0].start, self._shape.reach
         num_before = start - reach.first_needed(start)
         if reach.kind is ReachKind.WINDOW:
-            return None if num_tokens == 1 else base.create_causal_mask(num_tokens, num_before, reach.size)  # type: ignore[no-untyped-call]
+            return None if num_tokens == 1 else base.create_causal_mask(num_tokens, num_before, reach.size)
         if num_tokens == 1:
             return None
-        return base.create_causal_mask(num_tokens, num_before) if return_array else "causal"  # type: ignore[no-untyped-call]
+        return base.create_causal_mask(num_tokens, num_before) if return_array else "causal"
 
-    def attend(
-        self, queries: mx.array, keys: Handle, values: Handle, scale: float, extras: Extras = PLAIN
-    ) -> mx.array:
+    def attend(self, queries: mx.array, keys: Handle, values: Handle, scale: float, extras: Extras = PLAIN) -> mx.array:
         """Attention of the step's queries over the pool; shape of the queries, with the values' last dimension."""
         batch, shape, kernels = self._step.batch, self._shape, self._step.kernels
         rows, pools = self._rows, self._step.tensors.pools(self._index)
@@ -203,7 +200,7 @@ class PagedCache:
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def attend_latent(self, queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
-        """Latent attention: queries `[rows, heads, 1, latent_dim]`, rotary ones scaled already; shape of the queries."""
+        """Latent attention: queries `[rows, heads, 1, latent_dim]`, rotary ones scaled already; result alike."""
         pools = self._step.tensors.pools(self._index)
         outputs = []
         for group in self._rows.decode_groups:
@@ -244,7 +241,7 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, _NAME, None) is _mlx_attention:
             setattr(module, _NAME, scaled_dot_product_attention)
-    mx.fast.scaled_dot_product_attention = _fast_dispatcher  # type: ignore[assignment]
+    mx.fast.scaled_dot_product_attention = _fast_dispatcher
 
 
 def scaled_dot_product_attention(
@@ -267,9 +264,7 @@ def scaled_dot_product_attention(
     return paged.attend(queries, keys, values, scale, PLAIN if sinks is None else Extras(sinks=sinks))
 
 
-def _fast_dispatcher(
-    q: mx.array, k: "mx.array | Handle", v: "mx.array | Handle", *, scale: float, **others: Any
-) -> mx.array:
+def _fast_dispatcher(q: mx.array, k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
     """MLX's own function, for models that call it past mlx-lm's helper."""
     if isinstance(k, Handle):
         return scaled_dot_product_attention(q, k, v, None, scale, others.get("mask"), others.get("sinks"))

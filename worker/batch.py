@@ -139,9 +139,7 @@ class Batch:
         heads = [list(table[:num_blocks]) for table, skip in zip(tables, self._skips, strict=True) if skip]
         if any(head != heads[0] for head in heads):
             return self._make_rows(tables)
-        return self._make_rows(
-            tables, shared=SharedPrefix(self.shared.members, tuple(heads[0])), skips=self._skips
-        )
+        return self._make_rows(tables, shared=SharedPrefix(self.shared.members, tuple(heads[0])), skips=self._skips)
 
     def _make_rows(
         self,

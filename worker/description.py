@@ -64,6 +64,4 @@ def table_layout(caches: Sequence[CacheShape], groups: Sequence[CacheGroup], blo
     """What a sequence's block tables are like."""
     firsts = [caches[group.caches[0]] for group in groups]
     full = [n for n, shape in enumerate(firsts) if isinstance(shape, LayerShape) and shape.reach == FULL_REACH]
-    return TableLayout(
-        block_size, tuple(isinstance(shape, StateShape) for shape in firsts), full[0] if full else None
-    )
+    return TableLayout(block_size, tuple(isinstance(shape, StateShape) for shape in firsts), full[0] if full else None)

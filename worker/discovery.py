@@ -4,7 +4,7 @@ The model runs a few tokens over mlx-lm's caches, watched: shapes and types of w
 A cache index is not a layer index: layers may share caches, have none, or have several.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,23 +87,28 @@ def _watch(cache: Any) -> _Seen | None:
     if isinstance(cache, ArraysCache):
         return None
     seen = _Seen()
-    fetch, make_mask = cache.update_and_fetch, getattr(cache, "make_mask", None)
+    fetch = cache.update_and_fetch
+    make_mask: Callable[..., Any] | None = getattr(cache, "make_mask", None)
 
     def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
         seen.keys, seen.values = keys, values
         return fetch(keys, values)
 
+    cache.update_and_fetch = update_and_fetch
+    if make_mask is not None:
+        cache.make_mask = _noting(make_mask, seen)
+    return seen
+
+
+def _noting(make_mask: Callable[..., Any], seen: _Seen) -> Callable[..., Any]:
     def noted_mask(*args: Any, window_size: int | None = None, **others: Any) -> Any:
         seen.windows.add(window_size)
         return make_mask(*args, window_size=window_size, **others)
 
-    cache.update_and_fetch = update_and_fetch
-    if make_mask is not None:
-        cache.make_mask = noted_mask
-    return seen
+    return noted_mask
 
 
-def _arrays(cache: Any) -> list[mx.array]:
+def _arrays(cache: Any) -> list[mx.array | None]:
     return list(cache.cache) if isinstance(cache, ArraysCache) else []
 
 
@@ -141,8 +146,8 @@ def _reach(cache: Any, windows: set[int | None]) -> Reach:
 
 def _state_shape(cache: ArraysCache, prompt_state: Sequence[mx.array | None]) -> StateShape:
     """Shapes after a prompt and after one token more, which must not differ."""
-    tensors = []
-    for before, after in zip(prompt_state, cache.cache, strict=True):
+    tensors: list[tuple[tuple[int, ...], mx.Dtype]] = []
+    for before, after in zip(prompt_state, _arrays(cache), strict=True):
         if before is None or after is None:
             raise UnsupportedModelError("has a state that the model leaves empty")
         if before.shape != after.shape:

@@ -12,13 +12,12 @@ import mlx.core as mx
 from cluster.kv.hashing import BlockHash
 from protos.cidery.v1 import sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import description, models
+from worker import description, mixers, models
 from worker.attention import Step
 from worker.batch import Batch, Span
 from worker.errors import ProtocolError
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
-from worker.mixers import slots_of
 from worker.models import Layout, LoadedModel
 from worker.plan_blocks import PlanBlocks
 from worker.sampler import Draw, RowLogprobs
@@ -199,9 +198,7 @@ class Engine:
         self._step.begin(batch, tensors, is_dense=is_dense)
         states = self._caches.states
         if states:
-            groups = [group for group in range(len(tensors.groups)) if tensors.is_state_group(group)]
-            parts = batch.parts()
-            tensors.begin_states({group: [slots_of(batch, part, group) for part in parts] for group in groups})
+            mixers.begin_states(batch, tensors)
         if batch.is_flat:
             for state in states:
                 state.begin()

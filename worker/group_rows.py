@@ -188,9 +188,7 @@ class GroupRows:
         """Block of each token, `[num_tokens]`."""
         size = self.block_size
         decodes = np.array([span.table[span.start // size] for span in self._spans[: self._num_decodes]], np.int32)
-        prefills = [
-            span.block_table[np.arange(span.start, span.end, dtype=np.int32) // size] for span in self.prefills
-        ]
+        prefills = [span.block_table[np.arange(span.start, span.end, dtype=np.int32) // size] for span in self.prefills]
         return np.concatenate([decodes, *prefills]) if prefills else decodes
 
     @cached_property
@@ -231,9 +229,14 @@ class HasPositions(Protocol):
     """Positions `[start, end)` of one sequence."""
 
     @property
-    def start(self) -> int: ...
+    def start(self) -> int:
+        """First position."""
+        ...
+
     @property
-    def end(self) -> int: ...
+    def end(self) -> int:
+        """One past the last."""
+        ...
 
 
 def positions_of(spans: Sequence[HasPositions], num_decodes: int) -> NDArray[np.int32]:

@@ -7,7 +7,7 @@ import mlx.core as mx
 from worker.batch import Batch
 from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, StateShape
 from worker.pool_arrays import PoolArrays
-from worker.states import PendingStates
+from worker.states import PendingStates, Slots
 
 
 class KVTensors:
@@ -75,16 +75,17 @@ class KVTensors:
                 new = new.swapaxes(1, 2)
             self._arrays.write(tensor, rows.write_index(heads), new.reshape(batch.num_tokens, heads, -1))
 
-    def begin_states(self, slots: dict[int, list[tuple[int, ...]]]) -> None:
-        """What the next step's parts will ask of the states, by group."""
+    def begin_states(self, slots: dict[int, list[Slots]], fresh: dict[int, frozenset[Slots]]) -> None:
+        """What the next step's parts will ask of the states, by group; `fresh` are slots of sequences that begin."""
         for cache, state in self._states.items():
-            state.begin(slots[self.group_of[cache]])
+            group = self.group_of[cache]
+            state.begin(slots[group], fresh[group])
 
-    def take_state(self, cache: int, slots: tuple[int, ...]) -> list[mx.array]:
-        """The state's tensors of the sequences in these slots, `[len(slots), *shape]` each."""
+    def take_state(self, cache: int, slots: Slots) -> list[mx.array | None]:
+        """The state's tensors of the sequences in these slots, `[len(slots), *shape]` each; None where they begin."""
         return self._states[cache].take(slots)
 
-    def put_state(self, cache: int, slots: tuple[int, ...], arrays: Sequence[mx.array]) -> None:
+    def put_state(self, cache: int, slots: Slots, arrays: Sequence[mx.array | None]) -> None:
         """The state after the step's rows."""
         self._states[cache].put(slots, arrays)
 

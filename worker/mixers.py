@@ -17,13 +17,15 @@ from worker.attention import Step
 from worker.batch import Batch, Part
 from worker.errors import UnsupportedModelError
 from worker.kv_shapes import StateShape
+from worker.kv_tensors import KVTensors
 
 
 class StateCache(ArraysCache):
     """One recurrent cache in mlx-lm's protocol. Models test for the class, so it must be one of theirs."""
 
     def __init__(self, step: Step, index: int, shape: StateShape) -> None:
-        super().__init__(size=len(shape.shapes))  # type: ignore[no-untyped-call]
+        super().__init__(size=len(shape.shapes))
+        self.cache: list[mx.array | None] = [None] * len(shape.shapes)  # type: ignore[assignment]
         self._step = step
         self._index = index
 
@@ -57,14 +59,22 @@ class StateCache(ArraysCache):
         self.cache = [None] * len(self.cache)
 
     def take(self, part: Part) -> list[mx.array | None]:
-        """The state of a part's sequences; None for those that begin, which mlx-lm may tell from zeros."""
-        if part.is_fresh:
-            return [None] * len(self.cache)
-        return list(self._step.tensors.take_state(self._index, self._slots(part)))
+        """The state of a part's sequences; None where they begin."""
+        return self._step.tensors.take_state(self._index, self._slots(part))
 
-    def put(self, part: Part, arrays: Sequence[mx.array]) -> None:
+    def put(self, part: Part, arrays: Sequence[mx.array | None]) -> None:
         """The state after the part's rows."""
         self._step.tensors.put_state(self._index, self._slots(part), arrays)
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Positions of the step's rows, which some mixers are given beside their cache."""
+        return self._step.batch.offset
+
+    def position_of(self, part: Part) -> int | mx.array:
+        """Position of the first token of each batch row of a part."""
+        batch = self._step.batch
+        return batch.spans[part.spans[0]].start if part.is_prefill else batch.offset[part.first : part.last]  # type: ignore[index]
 
     def parts(self) -> list[Part]:
         """Of the step."""
@@ -72,14 +82,25 @@ class StateCache(ArraysCache):
 
     def _slots(self, part: Part) -> tuple[int, ...]:
         tensors = self._step.tensors
-        return slots_of(self._step.batch, part, tensors.group_of[self._index])
+        return _slots_of(self._step.batch, part, tensors.group_of[self._index])
 
     def _check_flat(self) -> None:
         if self.is_cut:
             raise UnsupportedModelError("a layer reads a recurrent state outside of a mixer that is known")
 
 
-def slots_of(batch: Batch, part: Part, group: int) -> tuple[int, ...]:
+def begin_states(batch: Batch, tensors: KVTensors) -> None:
+    """Tell the pools which states the parts of a step will take, and which of them begin."""
+    parts = batch.parts()
+    groups = [group for group in range(len(tensors.groups)) if tensors.is_state_group(group)]
+    slots = {group: [_slots_of(batch, part, group) for part in parts] for group in groups}
+    fresh = {
+        group: frozenset(s for s, part in zip(slots[group], parts, strict=True) if part.is_fresh) for group in groups
+    }
+    tensors.begin_states(slots, fresh)
+
+
+def _slots_of(batch: Batch, part: Part, group: int) -> tuple[int, ...]:
     """The state block of each of the part's sequences."""
     return tuple(batch.spans[index].tables[group][0] for index in part.spans)
 
@@ -103,10 +124,12 @@ def _by_parts(call: Callable[..., Any]) -> Callable[..., Any]:
         num_rows = parts[-1].last
         outputs = []
         for part in parts:
-            local = ArraysCache(size=len(cache.cache))  # type: ignore[no-untyped-call]
-            local.cache = cache.take(part)
+            local: Any = ArraysCache(size=len(cache.cache))
+            local.cache[:] = cache.take(part)
             arguments = {
-                name: _cut(value, part, num_rows) for name, value in bound.arguments.items() if name != "cache"
+                name: cache.position_of(part) if value is cache.offset else _cut(value, part, num_rows)
+                for name, value in bound.arguments.items()
+                if name != "cache"
             }
             outputs.append(_uncut(call(**arguments, cache=local), part))
             cache.put(part, local.cache)

@@ -188,7 +188,9 @@ def attach(loaded: LoadedModel, step: Step) -> AttachedCaches:
             overrides.install(cls)
     leaves: list[PagedCache | StateCache] = []
     for index, shape in enumerate(loaded.caches):
-        leaves.append(StateCache(step, index, shape) if isinstance(shape, StateShape) else PagedCache(step, index, shape))
+        leaves.append(
+            StateCache(step, index, shape) if isinstance(shape, StateShape) else PagedCache(step, index, shape)
+        )
     return AttachedCaches(discovery.nested(make_prompt_cache(loaded.model), iter(leaves)), leaves)
 
 
@@ -210,7 +212,8 @@ def _text_model(model: Module) -> Module:
 
 
 def _latent_ranks(model: Module) -> list[int]:
-    return sorted({module.kv_lora_rank for _, module in model.named_modules() if hasattr(module, "kv_lora_rank")})
+    modules = model.modules()  # type: ignore[no-untyped-call]
+    return sorted({module.kv_lora_rank for module in modules if hasattr(module, "kv_lora_rank")})
 
 
 def _layout(treatments: Mapping[type, Treatment | None]) -> Layout:
@@ -226,8 +229,10 @@ def _attach_head(model: Module, step: Step) -> None:
         head = getattr(owner, name, None)
         if isinstance(head, SamplingHead):
             head = head.project
-        if isinstance(head, Module):
-            setattr(owner, name, SamplingHead(head, step))
+        if isinstance(owner, Module) and isinstance(head, Module):
+            # Into the module's own dictionary: some families ask whether the head is in it.
+            owner.pop(name, None)
+            owner[name] = SamplingHead(head, step)
             return
     for path in _EMBEDDINGS:
         owner, name = _owner(model, path)
@@ -235,7 +240,9 @@ def _attach_head(model: Module, step: Step) -> None:
         if isinstance(embedding, Module):
             embedding.as_linear = SamplingHead(functools.partial(type(embedding).as_linear, embedding), step)  # type: ignore[attr-defined]
             return
-    logger.warning("%s: its output projection was not found; it will compute logits of every row", type(model).__module__)
+    logger.warning(
+        "%s: its output projection was not found; it will compute logits of every row", type(model).__module__
+    )
 
 
 def _owner(model: Module, path: str) -> tuple[Module | None, str]:

@@ -56,9 +56,7 @@ def prefill(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def latent_decode(
-    queries: mx.array, rotary: mx.array, pools: Pools, group: DecodeGroup, scale: float
-) -> mx.array:
+def latent_decode(queries: mx.array, rotary: mx.array, pools: Pools, group: DecodeGroup, scale: float) -> mx.array:
     """Latent attention, one query a row: values are the latent vectors themselves, `rotary` is scaled already.
 
     Shapes: queries and result `[rows, num_heads, 1, latent_dim]`, rotary `[rows, num_heads, 1, rope_dim]`.

@@ -47,7 +47,7 @@ def _gemma2_attention(self: Any, x: mx.array, cache: PagedCache) -> mx.array:
     """Gemma 2 squeezes its scores through a tanh, so it doesn't use the helper."""
     queries = self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset)
     keys = self.rope(_heads(self.k_proj(x), self.n_kv_heads), offset=cache.offset)
-    fetched = cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
+    fetched: tuple[Handle, Handle] = cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
     output = cache.attend(queries, *fetched, self.scale, Extras(soft_cap=self.attn_logit_softcapping))
     projected: mx.array = self.o_proj(_flattened(output))
     return projected

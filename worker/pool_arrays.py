@@ -162,5 +162,5 @@ def _zeros(tensor: Tensor, num_blocks: int) -> mx.array:
 
 def _block_rows(block_ids: Sequence[int], tensor: Tensor) -> mx.array:
     if tensor.rows == 1:
-        return mx.array(block_ids, mx.int32)
+        return mx.array(list(block_ids), mx.int32)
     return mx.array([block_id * tensor.rows + row for block_id in block_ids for row in range(tensor.rows)], mx.int32)

@@ -3,7 +3,6 @@
 Keyed by module and class, because what is said of one class holds for every family that is made of it.
 """
 
-from collections.abc import Iterator
 from enum import StrEnum
 
 from mlx.nn.layers.base import Module
@@ -13,20 +12,20 @@ from worker import inspection
 # Attend through handles: they do nothing with what a cache returns but hand it to an attention function.
 _NATIVE = """
 Klear.KlearAttention afmoe.Attention apertus.ApertusAttention bailing_moe.BailingMoeAttention
-bailing_moe_linear.Attention cohere.Attention cohere2.Attention dbrx.Attention deepseek.DeepseekAttention
-dots1.Dots1Attention ernie4_5.Attention ernie4_5_moe.Attention exaone.AttentionModule exaone4.Attention
-exaone_moe.Attention falcon_h1.FalconH1Attention gear.Attention gemma.Attention gemma3_text.Attention
-gemma3n.Gemma3nAttention gemma4_text.Attention glm.GLMAttention glm4.Glm4Attention glm4_moe.Attention gpt2.Attention
-gpt_neox.Attention gpt_oss.AttentionBlock gptj.GPTJAttention granite.Attention granitemoe.GraniteMoeAttention
-granitemoehybrid.GraniteMoeHybridAttention helium.HeliumAttention hunyuan.Attention hunyuan_v1_dense.Attention
-internlm2.Attention internlm3.Attention iquestloopcoder.IQuestLoopCoderModel jamba.JambaAttention laguna.Attention
-lfm2.Attention lfm2_moe.Attention lille-130m.Lille130mAttention llama.Attention llama4_text.Attention
-mellum.Attention mimo.Attention mimo_v2_flash.Attention minicpm.Attention minicpm3.Attention minimax.MiniMaxAttention
-ministral3.Attention mixtral.MixtralAttention muse_glimmer.Attention muse_spark.Attention nanbeige.Attention
+bailing_moe_linear.Attention bitnet.Attention cohere.Attention cohere2.Attention dbrx.Attention
+deepseek.DeepseekAttention dots1.Dots1Attention ernie4_5.Attention ernie4_5_moe.Attention exaone.AttentionModule
+exaone4.Attention exaone_moe.Attention falcon_h1.FalconH1Attention gear.Attention gemma.Attention
+gemma3_text.Attention gemma3n.Gemma3nAttention gemma4_text.Attention glm.GLMAttention glm4.Glm4Attention
+glm4_moe.Attention gpt2.Attention gpt_neox.Attention gpt_oss.AttentionBlock gptj.GPTJAttention granite.Attention
+granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention helium.HeliumAttention hunyuan.Attention
+hunyuan_v1_dense.Attention internlm2.Attention internlm3.Attention iquestloopcoder.IQuestLoopCoderModel
+jamba.JambaAttention laguna.Attention lfm2.Attention lfm2_moe.Attention lille-130m.Lille130mAttention llama.Attention
+llama4_text.Attention mellum.Attention mimo.Attention mimo_v2_flash.Attention minicpm.Attention minicpm3.Attention
+minimax.MiniMaxAttention ministral3.Attention mixtral.MixtralAttention muse_glimmer.Attention nanbeige.Attention
 nanochat.Attention nemotron.NemotronAttention nemotron-nas.Attention nemotron_h.NemotronHAttention olmo2.Attention
 olmo3.Olmo3Attention olmo_hybrid.Attention olmoe.Attention openelm.Attention phi.PhiAttention phi3.Attention
-phi3small.Attention phimoe.Attention phixtral.RoPEAttention plamo.Attention plamo2.Attention plamo3.Attention
-qwen.Attention qwen2.Attention qwen2_moe.Attention qwen3.Attention qwen3_moe.Attention qwen3_next.Qwen3NextAttention
+phi3small.Attention phimoe.Attention phixtral.RoPEAttention plamo2.Attention plamo3.Attention qwen.Attention
+qwen2.Attention qwen2_moe.Attention qwen3.Attention qwen3_moe.Attention qwen3_next.Qwen3NextAttention
 recurrent_gemma.LocalAttentionBlock seed_oss.Attention spark2_5.Attention stablelm.Attention starcoder2.Attention
 step3p5.Step3p5Attention talkie.Attention telechat3.Telechat3Attention youtu_llm.YoutuLLMAttention
 deepseek_v2.DeepseekV2Attention
@@ -54,7 +53,7 @@ _OVERRIDE = "gemma2.Attention llama4.LlamaModel llama4.Attention"
 # Reviewed, and better off with one forward for each sequence: they calculate with positions or with keys as they are.
 _DENSE = """
 afm7.Attention baichuan_m1.Attention deepseek_v32.DeepseekV32Attention gpt_bigcode.Attention minimax_m3_vl.Attention
-mistral4.Mistral4Attention
+mistral4.Mistral4Attention muse_spark.Attention plamo.Attention
 """
 
 
@@ -84,22 +83,29 @@ TREATMENTS: dict[str, Treatment] = {
 def treatments_of(model: Module) -> dict[type, Treatment | None]:
     """How each class of the model that is given a cache is run; None for one that nobody has reviewed.
 
-    Only the innermost such classes count, and of those in the list, the outermost: what is inside is theirs.
+    Only the innermost such classes count, and of those in the list, the outermost: what is inside is theirs. A class
+    that hands its cache on in one place is not taken for a user of it in another, where it has no attention.
     """
-    return dict(_walk(model))
+    found: dict[type, Treatment | None] = {}
+    passers: set[type] = set()
+    _walk(model, found, passers)
+    return {cls: treatment for cls, treatment in found.items() if treatment is not None or cls not in passers}
 
 
-def _walk(module: Module) -> Iterator[tuple[type, Treatment | None]]:
-    name = inspection.qualified_name(type(module))
-    known = TREATMENTS.get(name)
-    inner = [found for child in inspection.children_of(module) for found in _walk(child)]
-    if known is Treatment.OVERRIDE:
-        # An override of a whole model still leaves its layers to be run.
-        yield type(module), known
-        yield from inner
-    elif known is not None:
-        yield type(module), known
-    elif inner:
-        yield from inner
-    elif inspection.takes_cache(type(module)):
-        yield type(module), None
+def _walk(module: Module, found: dict[type, Treatment | None], passers: set[type]) -> bool:
+    """Whether the module or anything in it uses a cache."""
+    cls = type(module)
+    known = TREATMENTS.get(inspection.qualified_name(cls))
+    if known is not None:
+        found[cls] = known
+        if known is not Treatment.OVERRIDE:
+            return True
+    # An override of a whole model still leaves its layers to be run.
+    inner = [_walk(child, found, passers) for child in inspection.children_of(module)]
+    if any(inner):
+        passers.add(cls)
+        return True
+    if known is None and inspection.takes_cache(cls):
+        found.setdefault(cls, None)
+        return True
+    return known is not None

@@ -11,6 +11,7 @@ from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
 from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
 
+
 @dataclass(frozen=True, slots=True)
 class TableLayout:
     """What the block tables of a sequence are like. `main_group` is the first that keeps all tokens; None if none."""

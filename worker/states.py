@@ -22,28 +22,37 @@ class PendingStates:
         self._shape = shape
         self._arrays = arrays
         self._tensors = tensors
-        self._pending: dict[Slots, list[mx.array]] = {}
+        self._pending: dict[Slots, list[mx.array | None]] = {}
+        self._fresh: frozenset[Slots] = frozenset()
 
     def arrays(self) -> list[mx.array]:
         """What is pending, to be evaluated with the step that made it."""
-        return [array for arrays in self._pending.values() for array in arrays]
+        return [array for arrays in self._pending.values() for array in arrays if array is not None]
 
-    def begin(self, wanted: Sequence[Slots]) -> None:
-        """Before the graph of a step that will take these: whatever else is pending goes to its slots first."""
+    def begin(self, wanted: Sequence[Slots], fresh: frozenset[Slots]) -> None:
+        """Before the graph of a step that will take these: whatever else is pending goes to its slots first.
+
+        The sequences of `fresh` slots begin in this step, and have no state yet.
+        """
+        self._fresh = fresh
+        for slots in fresh:
+            self._pending.pop(slots, None)
         for slots in [slots for slots in self._pending if slots not in wanted]:
             self._write(slots)
 
-    def take(self, slots: Slots) -> list[mx.array]:
-        """Tensors `[len(slots), *shape]`."""
+    def take(self, slots: Slots) -> list[mx.array | None]:
+        """Tensors `[len(slots), *shape]`; None, which mlx-lm's mixers may tell from zeros, before the first token."""
         if slots in self._pending:
-            return self._pending[slots]
+            return list(self._pending[slots])
+        if slots in self._fresh:
+            return [None] * len(self._tensors)
         index = mx.array(slots, mx.int32)
         return [self._arrays.read(tensor)[index] for tensor in self._tensors]
 
-    def put(self, slots: Slots, arrays: Sequence[mx.array]) -> None:
-        """Replace the states in these slots."""
+    def put(self, slots: Slots, arrays: Sequence[mx.array | None]) -> None:
+        """Replace the states in these slots. A state that several mixers share may not be there in whole yet."""
         self._pending[slots] = [
-            _fitted(array, tensor).astype(dtype)
+            None if array is None else _fitted(array, tensor).astype(dtype)
             for array, tensor, dtype in zip(arrays, self._tensors, self._shape.dtypes, strict=True)
         ]
 
@@ -55,7 +64,8 @@ class PendingStates:
     def _write(self, slots: Slots) -> None:
         index = mx.array(slots, mx.int32)
         for tensor, array in zip(self._tensors, self._pending.pop(slots), strict=True):
-            self._arrays.write(tensor, index, array)
+            content = mx.zeros((len(slots), *tensor.shape), tensor.key[-1]) if array is None else array
+            self._arrays.write(tensor, index, content)
 
 
 def _fitted(array: mx.array, tensor: Tensor) -> mx.array:

@@ -61,9 +61,7 @@ class Manager:
 
     def configure(self, *, block_size=16, num_blocks=64) -> pb.Configured:
         groups = [pb.Group(layers=range(len(self.description.layers)))]
-        self.send(
-            configure=pb.Configure(block_size=block_size, num_blocks=[num_blocks], root_hash=ROOT, groups=groups)
-        )
+        self.send(configure=pb.Configure(block_size=block_size, num_blocks=[num_blocks], root_hash=ROOT, groups=groups))
         return self.receive().configured
 
     def result(self) -> pb.StepResult:
