@@ -24,7 +24,7 @@ llama4_text.Attention mellum.Attention mimo.Attention mimo_v2_flash.Attention mi
 minimax.MiniMaxAttention ministral3.Attention mixtral.MixtralAttention muse_glimmer.Attention nanbeige.Attention
 nanochat.Attention nemotron.NemotronAttention nemotron-nas.Attention nemotron_h.NemotronHAttention olmo2.Attention
 olmo3.Olmo3Attention olmo_hybrid.Attention olmoe.Attention openelm.Attention phi.PhiAttention phi3.Attention
-phi3small.Attention phimoe.Attention phixtral.RoPEAttention plamo2.Attention plamo3.Attention qwen.Attention
+phimoe.Attention phixtral.RoPEAttention plamo2.Attention plamo3.Attention qwen.Attention
 qwen2.Attention qwen2_moe.Attention qwen3.Attention qwen3_moe.Attention qwen3_next.Qwen3NextAttention
 recurrent_gemma.LocalAttentionBlock seed_oss.Attention spark2_5.Attention stablelm.Attention starcoder2.Attention
 step3p5.Step3p5Attention talkie.Attention telechat3.Telechat3Attention youtu_llm.YoutuLLMAttention
@@ -53,7 +53,7 @@ _OVERRIDE = "gemma2.Attention llama4.LlamaModel llama4.Attention"
 # Reviewed, and better off with one forward for each sequence: they calculate with positions or with keys as they are.
 _DENSE = """
 afm7.Attention baichuan_m1.Attention deepseek_v32.DeepseekV32Attention gpt_bigcode.Attention minimax_m3_vl.Attention
-mistral4.Mistral4Attention muse_spark.Attention plamo.Attention
+mistral4.Mistral4Attention muse_spark.Attention plamo.Attention phi3small.Attention
 """
 
 

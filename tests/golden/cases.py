@@ -18,7 +18,6 @@ NOT_RUN = {
     "muse_spark": "its rotary embedding is a Metal kernel without a CPU path",
     "olmo": "needs the package ai2-olmo",
     "phi3small": "its block-sparse attention ends this process on a CPU",
-    "pixtral": "wraps mistral, without a configuration of its own here",
     "plamo3": "mlx-lm masks prefill with a window one token longer than the one it decodes with",
     "deepseek_v41": "a cache class of its own, without one position for each sequence",
     "prism_hadamard_qwen35": "needs a packed checkpoint",

@@ -470,24 +470,6 @@ HYBRID_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "muse_glimmer": ("muse_glimmer", {**_MIXED_WINDOW, "rope_parameters": _ROPE}),
-    "muse_spark": (
-        "muse_spark",
-        {
-            "text_config": {
-                **_BASE,
-                **_MIXED_WINDOW,
-                "post_norm_eps": 1e-6,
-                "rope_parameters": _ROPE,
-                "layer_rope_theta": [10000.0] * 4,
-                "final_logit_softcapping": 20.0,
-                "output_multiplier": 1.0,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_hidden_size": 16,
-                "moe_intermediate_size": 24,
-            }
-        },
-    ),
     "nanbeige": ("nanbeige", {"num_loops": 2}),
     "nemotron-nas": (
         "nemotron-nas",
@@ -532,6 +514,7 @@ HYBRID_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
     ),
+    "pixtral": ("pixtral", {"text_config": {**_BASE, "model_type": "llama"}}),
     "plamo": ("plamo", {"n_shared_head": 2}),
     "plamo2": (
         "plamo2",
