@@ -1,6 +1,5 @@
 """The full matrix of families runs when it is asked for: `pytest tests/golden -m matrix`."""
 
-
 from worker import blas
 
 blas.load()
