@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _download, load_config, load_model
 
-from worker import attention, cpu_math, cpu_rope, discovery, inspection, mixers, overrides
+from worker import attention, cpu_math, cpu_rope, discovery, inspection, latent, mixers, overrides
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
 from worker.kv_shapes import CacheShape, LayerShape, StateShape
@@ -159,6 +159,7 @@ def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults |
         logger.warning(
             "model family %s: %s not reviewed; runs one sequence at a time, which is slow", family, ", ".join(unknown)
         )
+    latent.fold(model, [cls for cls, treatment in treatments.items() if treatment is Treatment.FOLDED])
     caches, vocab_size = discovery.probe(model, family, _latent_ranks(model))
     text_config = {**config, **config.get("text_config", {})}
     return LoadedModel(
@@ -181,6 +182,8 @@ def attach(loaded: LoadedModel, step: Step) -> AttachedCaches:
         cpu_math.install()
         cpu_rope.install(step)
     _attach_head(loaded.model, step)
+    if loaded.layout is Layout.ROWS:
+        latent.multiply_by_heads()
     for cls, treatment in treatments_of(loaded.model).items():
         if treatment is Treatment.SPLIT:
             mixers.install(cls)
@@ -220,7 +223,7 @@ def _layout(treatments: Mapping[type, Treatment | None]) -> Layout:
     kinds = set(treatments.values())
     if None in kinds or Treatment.DENSE in kinds:
         return Layout.DENSE
-    return Layout.ROWS if Treatment.LATENT in kinds else Layout.FLAT
+    return Layout.ROWS if kinds & {Treatment.LATENT, Treatment.FOLDED} else Layout.FLAT
 
 
 def _attach_head(model: Module, step: Step) -> None:

@@ -20,15 +20,14 @@ glm4_moe.Attention gpt2.Attention gpt_neox.Attention gpt_oss.AttentionBlock gptj
 granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention helium.HeliumAttention hunyuan.Attention
 hunyuan_v1_dense.Attention internlm2.Attention internlm3.Attention iquestloopcoder.IQuestLoopCoderModel
 jamba.JambaAttention laguna.Attention lfm2.Attention lfm2_moe.Attention lille-130m.Lille130mAttention llama.Attention
-llama4_text.Attention mellum.Attention mimo.Attention mimo_v2_flash.Attention minicpm.Attention minicpm3.Attention
+llama4_text.Attention mellum.Attention mimo.Attention mimo_v2_flash.Attention minicpm.Attention
 minimax.MiniMaxAttention ministral3.Attention mixtral.MixtralAttention muse_glimmer.Attention nanbeige.Attention
 nanochat.Attention nemotron.NemotronAttention nemotron-nas.Attention nemotron_h.NemotronHAttention olmo2.Attention
 olmo3.Olmo3Attention olmo_hybrid.Attention olmoe.Attention openelm.Attention phi.PhiAttention phi3.Attention
 phimoe.Attention phixtral.RoPEAttention plamo2.Attention plamo3.Attention qwen.Attention
 qwen2.Attention qwen2_moe.Attention qwen3.Attention qwen3_moe.Attention qwen3_next.Qwen3NextAttention
 recurrent_gemma.LocalAttentionBlock seed_oss.Attention spark2_5.Attention stablelm.Attention starcoder2.Attention
-step3p5.Step3p5Attention talkie.Attention telechat3.Telechat3Attention youtu_llm.YoutuLLMAttention
-deepseek_v2.DeepseekV2Attention
+step3p5.Step3p5Attention talkie.Attention telechat3.Telechat3Attention
 """
 
 # Latent attention: native too, but only in token rows, where it takes its absorbed path.
@@ -37,6 +36,9 @@ bailing_hybrid.MultiLatentAttention bailing_moe_v3.BailingMLA deepseek_v3.Deepse
 glm4_moe_lite.Glm4MoeLiteAttention kimi_k3.KimiK3MLAAttention kimi_linear.KimiMLAAttention
 longcat_flash.LongcatFlashMLA
 """
+
+# Latent attention that would cache expanded keys and values: folded by `worker.latent`, and then as those above.
+_FOLDED = "deepseek_v2.DeepseekV2Attention minicpm3.Attention youtu_llm.YoutuLLMAttention"
 
 # Recurrent mixers, whose rows are cut by `worker.mixers`.
 _SPLIT = """
@@ -62,6 +64,7 @@ class Treatment(StrEnum):
 
     NATIVE = "native"
     LATENT = "latent"
+    FOLDED = "folded"
     SPLIT = "split"
     OVERRIDE = "override"
     DENSE = "dense"
@@ -72,6 +75,7 @@ TREATMENTS: dict[str, Treatment] = {
     for treatment, names in (
         (Treatment.NATIVE, _NATIVE),
         (Treatment.LATENT, _LATENT),
+        (Treatment.FOLDED, _FOLDED),
         (Treatment.SPLIT, _SPLIT),
         (Treatment.OVERRIDE, _OVERRIDE),
         (Treatment.DENSE, _DENSE),

@@ -7,21 +7,12 @@ import numpy as np
 from mlx_lm.generate import generate_step
 
 from tests.golden.in_process import Answer, InProcessMac
+from tests.worker.families import VOCAB_SIZE
 
 # One token, a part of a block, exactly four blocks, three chunks, and one that spans windows.
 LENGTHS = (5, 37, 64, 1, 50)
 NEW_TOKENS = 12
 LOGPROB_TOLERANCE = 1e-4
-
-PATHS = (
-    "alone",
-    "batch",
-    "chunked prefill",
-    "prefix hit",
-    "turn hit",
-    "preempted",
-    "beside a cancelled one",
-)
 
 
 @dataclass
@@ -88,6 +79,52 @@ def run(mac: InProcessMac, prompts: list[list[int]], later: list[list[int]]) -> 
     result.answers["turn hit"] = [mac.add("turn", turn, NEW_TOKENS)]
     mac.run()
     return result
+
+
+@dataclass
+class Checked:
+    """A model taken through everything, and how far it was from mlx-lm."""
+
+    mac: InProcessMac
+    run: Run
+    problems: list[str]
+    max_logprob_error: float
+
+
+def check(model, config) -> Checked:
+    """Alone, in ragged batches, by chunks, from cached prefixes and states, preempted, beside a cancelled one."""
+    prompts = prompts_of(VOCAB_SIZE)
+    later = follow_ups(prompts, VOCAB_SIZE)
+    alone = [reference(model, prompt) for prompt in prompts]
+    turn = prompts[2] + alone[2].tokens + prompts[0]
+    expected = {
+        "alone": [alone[0]],
+        "batch": [alone[i] for i in (1, 2, 0, 3, 4)],
+        "prefix hit": [alone[2], alone[4], *(reference(model, prompt) for prompt in later)],
+        "turn hit": [reference(model, turn)],
+    }
+    mac = InProcessMac(model, config)
+    result = run(mac, prompts, later)
+    pairs = [
+        (path, answer, one)
+        for path, references in expected.items()
+        for answer, one in zip(result.answers[path], references, strict=True)
+    ]
+    found = [f"{path}: {each}" for path, answer, one in pairs for each in problems(answer, one, LOGPROB_TOLERANCE)]
+    return Checked(mac, result, found, max(max_error(answer, one) for _, answer, one in pairs))
+
+
+def max_error(answer: Answer, expected: Reference) -> float:
+    """The largest difference of a log-probability, as long as the tokens are the same."""
+    errors = [0.0]
+    for token, report, theirs, logprobs in zip(
+        answer.tokens, answer.logprobs, expected.tokens, expected.logprobs, strict=True
+    ):
+        pairs = [(token, report.logprob), *report.top]
+        errors.append(max(abs(value - float(logprobs[each])) for each, value in pairs))
+        if token != theirs:
+            break
+    return max(errors)
 
 
 def problems(answer: Answer, expected: Reference, tolerance: float) -> list[str]:

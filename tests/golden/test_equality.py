@@ -8,11 +8,7 @@ import pytest
 
 from tests.golden import scenario
 from tests.golden.cases import CASES, NOT_RUN, REPRESENTATIVES, config_of, make_model, module_of
-from tests.golden.in_process import InProcessMac
-from tests.worker.families import VOCAB_SIZE
 
-# Where mlx-lm's own answer moves by more than the usual tolerance when a prompt is cut differently.
-_NOISY: dict[str, float] = {}
 # Parts that models are made of.
 _NO_MODELS = {
     *("activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline", "rope_utils", "ssm"),
@@ -37,26 +33,10 @@ def test_family_gives_the_tokens_and_logprobs_of_mlx_lm(case):
 
     Tokens are compared up to the first place where mlx-lm's two likeliest are closer than the error allowed.
     """
-    model = make_model(case)
-    prompts = scenario.prompts_of(VOCAB_SIZE)
-    later = scenario.follow_ups(prompts, VOCAB_SIZE)
-    alone = [scenario.reference(model, prompt) for prompt in prompts]
-    turn = prompts[2] + alone[2].tokens + prompts[0]
-    expected = {
-        "alone": [alone[0]],
-        "batch": [alone[i] for i in (1, 2, 0, 3, 4)],
-        "prefix hit": [alone[2], alone[4], *(scenario.reference(model, prompt) for prompt in later)],
-        "turn hit": [scenario.reference(model, turn)],
-    }
-    mac = InProcessMac(model, config_of(case))
-    run = scenario.run(mac, prompts, later)
-    found = [
-        f"{path}: {problem}"
-        for path, references in expected.items()
-        for answer, reference in zip(run.answers[path], references, strict=True)
-        for problem in scenario.problems(answer, reference, _NOISY.get(case, scenario.LOGPROB_TOLERANCE))
-    ]
-    assert not found
+    checked = scenario.check(make_model(case), config_of(case))
+    assert not checked.problems
+    assert checked.max_logprob_error <= scenario.LOGPROB_TOLERANCE
+    mac, run = checked.mac, checked.run
     assert run.num_preempted == 2
     # Prefixes were found wherever the model's kinds can be resumed: states only where one was kept.
     hits = [answer.num_cached_tokens for path in ("prefix hit", "turn hit") for answer in run.answers[path]]

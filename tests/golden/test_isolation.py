@@ -120,7 +120,7 @@ def _soak(mac, model, *, num_steps, seed):
 
 @pytest.mark.parametrize("case", _kinds("gemma3_text", "qwen3_next"))
 def test_freed_blocks_full_of_nan_are_read_by_nobody(case):
-    """Under memory pressure: blocks, windows and states change hands all the time, and boundaries between pools move."""
+    """Under memory pressure: blocks, windows and states change hands, and boundaries between pools move."""
     mac, model = _small_mac(PoisonedMac, case, 2.5)
     _soak(mac, model, num_steps=250, seed=5)
     assert mac.num_resizes > 0 or len(mac.layout.pools) == 1
