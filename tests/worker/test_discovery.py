@@ -1,0 +1,134 @@
+"""What is found out about caches, and what is refused because it can't be run exactly."""
+
+import importlib
+import logging
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+from tests.golden.cases import config_of, make_model
+from tests.golden.in_process import InProcessMac
+from worker import models
+from worker.errors import UnsupportedModelError
+from worker.kv_shapes import FULL_REACH, LayerShape, Reach, ReachKind, StateShape
+from worker.models import Layout
+
+
+def _caches(case):
+    return models.adapt(make_model(case), config_of(case)).caches
+
+
+def test_a_config_that_names_a_window_is_run_as_the_model_attends():
+    """mlx-lm's Mistral attends fully: its class decides, not the config."""
+    config = {**config_of("llama"), "sliding_window": 8}
+    llama = importlib.import_module("mlx_lm.models.llama")
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    assert {shape.reach for shape in models.adapt(model, config).caches} == {FULL_REACH}
+
+
+def test_every_kind_is_told_from_the_caches():
+    window = Reach(ReachKind.WINDOW, 22)
+    assert [shape.reach for shape in _caches("gemma3_text")] == [window, FULL_REACH] * 2
+    assert [shape.reach.kind for shape in _caches("llama4")] == [*[ReachKind.CHUNK] * 3, ReachKind.FULL]
+    assert [type(shape) for shape in _caches("qwen3_next")] == [StateShape, LayerShape] * 2
+    # Fewer caches than layers, more of them, nested ones, and one of the whole model's.
+    assert len(_caches("gemma4_text with shared layers")) == 4
+    assert len(_caches("nanbeige")) == 8
+    assert [type(shape) for shape in _caches("falcon_h1")] == [StateShape, LayerShape] * 4
+    assert _caches("longcat_flash_ngram")[0] == StateShape("state", ((3,),), (mx.int64,))
+
+
+def test_latents_are_told_from_keys():
+    """What DeepSeek V2's class would expand is kept as narrow as V3's."""
+    for case in ("deepseek_v2", "deepseek_v3"):
+        shapes = _caches(case)
+        assert {(s.num_kv_heads, s.head_dim, s.value_head_dim, s.is_latent) for s in shapes} == {(1, 16, 4, True)}
+    assert [(s.head_dim, s.value_head_dim) for s in _caches("deepseek_v32")[:2]] == [(16, 4), (8, 0)]
+
+
+class _Toy(nn.Module):
+    """A model of one attention layer, told how to cache and to mask."""
+
+    def __init__(self, make_cache, window_size=None):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(16, 8)
+        self.caches, self.window_size = make_cache, window_size
+
+    def make_cache(self):
+        return [self.caches()]
+
+    def __call__(self, tokens, cache):
+        h = self.model.embed_tokens(tokens)
+        cache[0].make_mask(h.shape[1], return_array=False, window_size=self.window_size)
+        cache[0].update_and_fetch(h[:, None], h[:, None])
+        return self.model.embed_tokens.as_linear(h)
+
+
+@pytest.mark.parametrize(
+    ("toy", "reason"),
+    [
+        (_Toy(QuantizedKVCache), "its caches are QuantizedKVCache"),
+        (_Toy(lambda: RotatingKVCache(max_size=8, keep=4)), "keeps the first 4 tokens beside its window"),
+        (_Toy(lambda: RotatingKVCache(max_size=8), 9), "masked with a window of 9 tokens and keeps a window of 8"),
+        (_Toy(KVCache, 9), "masked with a window of 9 tokens and keeps everything"),
+    ],
+)
+def test_caches_that_cannot_be_run_exactly_are_refused_by_name(toy, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        models.adapt(toy, {})
+
+
+def test_a_class_that_nobody_has_reviewed_runs_one_sequence_at_a_time_and_says_so(caplog):
+    """Right, slow, and with a warning that names it."""
+    llama = importlib.import_module("mlx_lm.models.llama")
+
+    class Novel(llama.Attention):
+        def __call__(self, x, mask=None, cache=None):
+            return super().__call__(x, mask, cache)
+
+    Novel.__module__ = "mlx_lm.models.llama"
+    model = make_model("llama")
+    expected = InProcessMac(make_model("llama"), config_of("llama"))
+    answers = [expected.add(f"{i}", list(range(1, 20 + i)), 5) for i in range(3)]
+    expected.run()
+    for layer in model.layers:
+        layer.self_attn.__class__ = Novel
+    with caplog.at_level(logging.WARNING):
+        mac = InProcessMac(model, config_of("llama"))
+    assert "llama.Novel not reviewed" in caplog.text
+    assert mac.engine._loaded.layout is Layout.DENSE
+    ours = [mac.add(f"{i}", list(range(1, 20 + i)), 5) for i in range(3)]
+    mac.run()
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "llama", "qwen3_next", "gpt_oss"])
+def test_quantised_weights_give_the_answers_of_mlx_lm(case):
+    """4 bits; the folded products of latents are quantised again where their widths allow."""
+    from tests.golden import scenario
+
+    changes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "kv_lora_rank": 32}
+    changes |= {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 32}
+    config = {**config_of(case), **changes}
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(3)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.float32)
+    nn.quantize(
+        model,
+        group_size=32,
+        bits=4,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )
+    mx.eval(model.parameters())
+    prompts = scenario.prompts_of(300)
+    expected = [scenario.reference(model, prompt, 5) for prompt in prompts]
+    mac = InProcessMac(model, config)
+    answers = [mac.add(f"{i}", prompt, 5) for i, prompt in enumerate(prompts)]
+    mac.run()
+    # Folding a 4-bit product and rounding it again is not the same product.
+    tolerance = 0.3 if case == "deepseek_v2" else 1e-4
+    assert not [p for a, e in zip(answers, expected, strict=True) for p in scenario.problems(a, e, tolerance)]
