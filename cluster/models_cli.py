@@ -1,6 +1,6 @@
 """`cidery models supported`: which families of mlx-lm run, how, and what that was verified by.
 
-The table is generated (`python -m tests.golden.support`) from the worker's registry, from what the worker finds in each
+The table is generated (`python -m tests.golden`) from the worker's registry, from what the worker finds in each
 family, and from a run of the equality sweep.
 """
 

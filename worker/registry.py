@@ -22,7 +22,7 @@ hunyuan_v1_dense.Attention internlm2.Attention internlm3.Attention iquestloopcod
 jamba.JambaAttention laguna.Attention lfm2.Attention lfm2_moe.Attention lille-130m.Lille130mAttention llama.Attention
 llama4_text.Attention mellum.Attention mimo.Attention mimo_v2_flash.Attention minicpm.Attention
 minimax.MiniMaxAttention ministral3.Attention mixtral.MixtralAttention muse_glimmer.Attention nanbeige.Attention
-nanochat.Attention nemotron.NemotronAttention nemotron-nas.Attention nemotron_h.NemotronHAttention olmo2.Attention
+nanochat.Attention nemotron.Attention nemotron-nas.Attention nemotron_h.NemotronHAttention olmo2.Attention
 olmo3.Olmo3Attention olmo_hybrid.Attention olmoe.Attention openelm.Attention phi.PhiAttention phi3.Attention
 phimoe.Attention phixtral.RoPEAttention plamo2.Attention plamo3.Attention qwen.Attention
 qwen2.Attention qwen2_moe.Attention qwen3.Attention qwen3_moe.Attention qwen3_next.Qwen3NextAttention
