@@ -81,9 +81,10 @@ class LoadedModel:
     sampling_defaults: SamplingDefaults
 
     @property
-    def layers(self) -> tuple[LayerShape, ...]:
-        """The attention caches."""
-        return tuple(shape for shape in self.caches if isinstance(shape, LayerShape))
+    def plain_layers(self) -> tuple[LayerShape, ...]:
+        """The attention caches that the plain kernels serve: keys and values of one width."""
+        layers = (shape for shape in self.caches if isinstance(shape, LayerShape))
+        return tuple(layer for layer in layers if not layer.is_latent and layer.head_dim == layer.value_head_dim)
 
 
 @dataclass(frozen=True, slots=True)

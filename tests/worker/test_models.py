@@ -22,8 +22,8 @@ def test_vision_wrapper_is_run_as_the_text_model_inside():
 
 def test_layers_of_different_widths_are_told_apart():
     loaded = models.adapt(make_model("openelm"), config_of("openelm"))
-    assert [layer.num_kv_heads for layer in loaded.layers] == [2, 1, 4]
-    assert {layer.head_dim for layer in loaded.layers} == {8}
+    assert [layer.num_kv_heads for layer in loaded.caches] == [2, 1, 4]
+    assert {layer.head_dim for layer in loaded.caches} == {8}
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def model_dir(tmp_path):
 def test_auto_dtype_is_float32_on_a_cpu(model_dir):
     """Half precision is emulated there; asked for by name it is given."""
     automatic = models.load(str(model_dir), dtype="auto")
-    assert {layer.dtype for layer in automatic.layers} == {mx.float32}
+    assert {layer.dtype for layer in automatic.caches} == {mx.float32}
     asked = models.load(str(model_dir), dtype="bfloat16")
-    assert {layer.dtype for layer in asked.layers} == {mx.bfloat16}
+    assert {layer.dtype for layer in asked.caches} == {mx.bfloat16}
     assert automatic.weights_bytes == 2 * asked.weights_bytes
     assert asked.eos_token_ids == (5, 6)
 
