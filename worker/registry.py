@@ -34,7 +34,7 @@ step3p5.Step3p5Attention talkie.Attention telechat3.Telechat3Attention
 _LATENT = """
 bailing_hybrid.MultiLatentAttention bailing_moe_v3.BailingMLA deepseek_v3.DeepseekV3Attention
 glm4_moe_lite.Glm4MoeLiteAttention kimi_k3.KimiK3MLAAttention kimi_linear.KimiMLAAttention
-longcat_flash.LongcatFlashMLA
+longcat_flash.LongcatFlashMLA mistral4.Mistral4Attention
 """
 
 # Latent attention that would cache expanded keys and values: folded by `worker.latent`, and then as those above.
@@ -55,7 +55,7 @@ _OVERRIDE = "gemma2.Attention llama4.LlamaModel llama4.Attention"
 # Reviewed, and better off with one forward for each sequence: they calculate with positions or with keys as they are.
 _DENSE = """
 afm7.Attention baichuan_m1.Attention deepseek_v32.DeepseekV32Attention gpt_bigcode.Attention minimax_m3_vl.Attention
-mistral4.Mistral4Attention muse_spark.Attention plamo.Attention phi3small.Attention
+muse_spark.Attention plamo.Attention phi3small.Attention
 """
 
 

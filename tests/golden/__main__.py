@@ -1,4 +1,6 @@
-"""`python -m tests.golden`: runs the whole sweep and writes the table of supported models."""
+"""`python -m tests.golden [CASE ...]`: runs the sweep and writes the table of supported models."""
+
+import sys
 
 from worker import blas
 
@@ -7,4 +9,4 @@ if __name__ == "__main__":
     blas.load()
     from tests.golden.support import main
 
-    main()
+    main(sys.argv[1:])

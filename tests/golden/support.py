@@ -1,4 +1,6 @@
-"""Generates the table of supported models: `python -m tests.golden` runs the whole sweep and writes it.
+"""Generates the table of supported models: `python -m tests.golden` runs the sweep and writes it.
+
+With names of cases it runs these and leaves the others' rows alone.
 
 It goes to `cluster/supported_models.json`, which `cidery models supported` prints, and to `docs/models.md`.
 """
@@ -6,6 +8,7 @@ It goes to `cluster/supported_models.json`, which `cidery models supported` prin
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -99,19 +102,19 @@ def page_of(table: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run the sweep and write table and page."""
+def main(cases: Sequence[str]) -> None:
+    """Run these cases, all if none is named, and write table and page; other rows stay as they are."""
     mx.disable_compile()
-    rows = []
-    for case in CASES:
-        rows.append(verified_row(case))
-        sys.stderr.write(f"{case}: {rows[-1]['max_logprob_error']:.0e}\n")
+    rows = {row["case"]: row for row in json.loads(TABLE.read_text())["families"]} if cases else {}
+    for case in cases or CASES:
+        rows[case] = verified_row(case)
+        sys.stderr.write(f"{case}: {rows[case]['max_logprob_error']:.0e}\n")
         mx.clear_cache()
     table = {
         "verified_with": f"mlx {version('mlx')} and mlx-lm {version('mlx-lm')}",
         "verified_by": "tests/golden/test_equality.py",
         "what_was_verified": _WHAT,
-        "families": sorted(rows, key=lambda row: (row["family"].lower(), row["case"])),
+        "families": sorted(rows.values(), key=lambda row: (row["family"].lower(), row["case"])),
         "not_run": [{"family": family, "reason": reason} for family, reason in sorted(NOT_RUN.items())],
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
