@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import grpc
 from cluster.errors import ActorAway, InvalidRequest
 from cluster.inference import new_request_id
 from cluster.kv.hashing import hash_blocks
+from cluster.kv.stats import KVStats
 from cluster.kv_manager import ManagerStatus
 from cluster.ray_calls import ActorCaller, manager_name
 from cluster.routing.index import IndexStats
@@ -160,6 +162,8 @@ def _mac(status: MacStatus, manager: ManagerStatus | None) -> admin_pb2.Mac:
                 block_bytes=manager.block_bytes,
             )
         )
+        if manager.kv is not None:
+            message.kv_cache.CopyFrom(_kv_cache(manager.kv))
         if manager.scheduler is not None:
             stats = manager.scheduler
             message.scheduling.CopyFrom(
@@ -175,6 +179,17 @@ def _mac(status: MacStatus, manager: ManagerStatus | None) -> admin_pb2.Mac:
                 )
             )
     return message
+
+
+def _kv_cache(stats: KVStats) -> admin_pb2.KVCache:
+    return admin_pb2.KVCache(
+        referenced_bytes=stats.referenced_bytes,
+        cached_bytes=stats.cached_bytes,
+        free_bytes=stats.free_bytes,
+        pinned_bytes=stats.pinned_bytes,
+        # The fields have the names of the message's.
+        groups=[admin_pb2.KVGroup(**asdict(group)) for group in stats.groups],
+    )
 
 
 def _explanation(decision: Decision) -> admin_pb2.ExplainResponse:

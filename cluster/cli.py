@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster import ray_environment
-from cluster.cli_types import Bytes
+from cluster.cli_types import Bytes, TenantWeight
 from cluster.config import (
     BatchConfig,
     GatewayConfig,
@@ -63,7 +63,9 @@ main.add_command(models)
 @click.option("--http-port", default=8000, show_default=True, help="0: any free port.")
 @click.option("--max-model-len", default=None, type=int, help="Longest context in tokens.  [default: the model's]")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, float16 or bfloat16.")
-@click.option("--kv-cache-memory", default=None, type=Bytes(), help="KV cache of one Mac, e.g. 4GiB.")
+@click.option(
+    "--kv-cache-memory-bytes", "--kv-cache-memory", default=None, type=Bytes(), help="KV cache of one Mac, e.g. 4GiB."
+)
 @click.option(
     "--gpu-memory-utilization",
     default=0.92,
@@ -79,6 +81,17 @@ main.add_command(models)
     help="What is forgotten first: what is least likely wanted again for its bytes, or least recently used.",
 )
 @click.option("--no-prefix-caching", is_flag=True, help="Compute every prompt from its start.")
+@click.option(
+    "--disable-hybrid-kv-cache-manager", is_flag=True, help="Layers with a window keep everything, as full attention."
+)
+@click.option(
+    "--tenant-weight",
+    "tenant_weights",
+    multiple=True,
+    type=TenantWeight(),
+    metavar="NAME=WEIGHT",
+    help="Share of a busy Mac, in proportion to others' (1 unless given); may be repeated.",
+)
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
 @click.option("--json", "prints_json", is_flag=True, help="When ready, print the addresses as one JSON line.")
@@ -100,14 +113,17 @@ def serve(**options: Any) -> None:
             ModelConfig(path, name, options["max_model_len"], options["dtype"]),
             KVConfig(
                 options["block_size"],
-                options["kv_cache_memory"],
+                options["kv_cache_memory_bytes"],
                 options["gpu_memory_utilization"],
                 not options["no_prefix_caching"],
                 options["kv_retention"],
+                not options["disable_hybrid_kv_cache_manager"],
             ),
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         )
-        gateway = GatewayConfig(options["host"], options["grpc_port"], options["http_port"])
+        gateway = GatewayConfig(
+            options["host"], options["grpc_port"], options["http_port"], dict(options["tenant_weights"])
+        )
         config = ServeConfig(FleetConfig(mac, options["address"], options["macs"]), gateway, options["prints_json"])
     except ValueError as error:
         raise click.UsageError(str(error)) from error

@@ -25,3 +25,20 @@ class Bytes(click.ParamType[int]):
             return int(float(text) * multiplier)
         except (ValueError, OverflowError):
             self.fail(f"{value!r} is no size; write 512MiB, 24GiB or a number of bytes", param, ctx)
+
+
+class TenantWeight(click.ParamType[tuple[str, float]]):
+    """A name and a positive number, such as research=2."""
+
+    name = "weight"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        """(tenant, weight); the range is the config's to check."""
+        tenant, is_given, weight = str(value).rpartition("=")
+        try:
+            number = float(weight)
+        except ValueError:
+            is_given = ""
+        if not is_given:
+            self.fail(f"{value!r} is no weight; write a tenant's name and a number, such as research=2", param, ctx)
+        return tenant, number

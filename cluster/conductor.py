@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +18,7 @@ from cluster.errors import (
     Overloaded,
     RequestTooLong,
 )
+from cluster.handling import Handling
 from cluster.kv.hashing import hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
@@ -48,6 +49,7 @@ class Job:
     prompt: Prompt
     asked: SamplingRequest
     arrived_s: float
+    handling: Handling
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,10 @@ class _AnswerText:
 class Conductor:
     """Serves requests; `run_notes` must run beside it, because it carries bookings back to the router."""
 
-    def __init__(self, router: ActorCaller, metrics: Metrics) -> None:
+    def __init__(self, router: ActorCaller, metrics: Metrics, tenant_weights: Mapping[str, float]) -> None:
         self._router = router
         self._metrics = metrics
+        self._tenant_weights = tenant_weights
         self._first_token: list[str] = []
         self._ended: list[str] = []
         self._lost: list[tuple[str, int]] = []
@@ -192,7 +195,8 @@ class Conductor:
         """Updates of the request, whichever Macs it takes: a lost Mac's tokens go to the next one with the prompt."""
         try:
             while True:
-                request = _request(job, sampling, max_tokens, progress)
+                weight = self._tenant_weights.get(job.handling.tenant, 1.0)
+                request = _request(job, sampling, max_tokens, progress, weight)
                 decision = await self._route(job, request, progress)
                 try:
                     async with aclosing(self._run_on(decision, job, request, progress)) as updates:
@@ -286,7 +290,7 @@ def _check(job: Job) -> tuple[SamplingParams, int]:
     return sampling, asked if asked is not None else room
 
 
-def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Progress) -> Request:
+def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Progress, tenant_weight: float) -> Request:
     assert job.model.root is not None
     token_ids = job.prompt.token_ids + tuple(progress.token_ids)
     return Request(
@@ -298,6 +302,11 @@ def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Pro
         sampling=sampling,
         stop_token_ids=job.asked.stop_token_ids,
         boundaries=job.prompt.boundaries,
+        tenant=job.handling.tenant,
+        tenant_weight=tenant_weight,
+        priority=job.handling.priority,
+        retention_priority=job.handling.retention_priority,
+        pin_s=job.handling.pin_s,
     )
 
 

@@ -1,7 +1,9 @@
 """Settings of each process: frozen dataclasses, built once from the command line, passed down as the smallest part."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,6 +57,8 @@ class KVConfig:
     enable_prefix_caching: bool = True
     # What is forgotten first: a name in cluster.kv.policies.POLICIES.
     retention: str = "value"
+    # False: layers with a window keep everything, as full attention does.
+    enable_hybrid: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size_tokens not in (16, 32):
@@ -105,8 +109,13 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int = 8000
+    # Shares of a busy Mac in proportion; a tenant without one has 1.
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for tenant, weight in self.tenant_weights.items():
+            if not (isfinite(weight) and weight > 0):
+                raise ValueError(f"the weight of tenant {tenant!r} must be a positive number, got {weight}")
         for name in ("grpc_port", "http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be 0 (any free one) to 65535, got {getattr(self, name)}")

@@ -51,7 +51,7 @@ class Gateway:
         self._router = router()
         self._models = ServedModels(self._router)
         self._metrics = Metrics()
-        self._conductor = Conductor(self._router, self._metrics)
+        self._conductor = Conductor(self._router, self._metrics, config.tenant_weights)
         self._admin = AdminServicer(self._router, self._models)
         self._health = health_aio.HealthServicer()
         self._broken = asyncio.Event()

@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 from cluster.admin import AdminServicer
 from cluster.conductor import Completed, Conductor, Event, Job
 from cluster.config import MAX_BODY_BYTES
-from cluster.errors import BodyTooLarge, CideryError, InvalidRequest, Overloaded
+from cluster.errors import ActorAway, BodyTooLarge, CideryError, InvalidRequest, Overloaded
+from cluster.fleet_metrics import fleet_text
 from cluster.inference import new_request_id
 from cluster.metrics import Metrics
 from cluster.openai_requests import OpenAIRequest, parse_body, parse_common, parse_messages, parse_prompt
@@ -68,8 +69,13 @@ class HttpServer:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus."""
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        """Prometheus: the gateway's own series, and those of every Mac as it answers now."""
+        try:
+            fleet = await self._admin.GetFleet(admin_pb2.GetFleetRequest(), None)
+            of_macs = fleet_text(fleet.macs)
+        except ActorAway:
+            of_macs = fleet_text((), is_router_up=False)
+        return Response(self._metrics.text() + of_macs, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         """OpenAI's model list."""
@@ -86,7 +92,7 @@ class HttpServer:
         common = parse_common(body, is_chat=True)
         model = self._models.get(common.model)
         prompt = await self._models.chat_prompt(model, parse_messages(body))
-        job = Job(new_request_id("chatcmpl"), model, prompt, common.sampling, arrived_s)
+        job = Job(new_request_id("chatcmpl"), model, prompt, common.sampling, arrived_s, common.handling)
         return await self._answer(request, common, ChatAnswer(job))
 
     async def complete(self, request: Request) -> Response:
@@ -97,7 +103,7 @@ class HttpServer:
         model = self._models.get(common.model)
         asked = parse_prompt(body)
         prompt = await self._models.text_prompt(model, asked) if isinstance(asked, str) else Prompt(asked)
-        job = Job(new_request_id("cmpl"), model, prompt, common.sampling, arrived_s)
+        job = Job(new_request_id("cmpl"), model, prompt, common.sampling, arrived_s, common.handling)
         return await self._answer(request, common, TextAnswer(job))
 
     async def fleet(self, request: Request) -> Response:

@@ -10,6 +10,7 @@ import grpc
 from cluster import wire
 from cluster.conductor import Completed, Conductor, Event, Job, TextChunk
 from cluster.errors import InvalidRequest
+from cluster.handling import Handling
 from cluster.sampling import SamplingRequest
 from cluster.scheduling.request import TokenLogprobs
 from cluster.served_models import ServedModel, ServedModels
@@ -36,7 +37,8 @@ class InferenceServicer:
             prompt = await self._models.text_prompt(model, request.text)
         else:
             prompt = Prompt(tuple(request.token_ids.ids))
-        job = Job(new_request_id("gen"), model, prompt, sampling_request(request.sampling), arrived_s)
+        handling = Handling.from_proto(request.handling)
+        job = Job(new_request_id("gen"), model, prompt, sampling_request(request.sampling), arrived_s, handling)
         async for event in self._serve(job, context):
             yield inference_pb2.GenerateResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
 
@@ -47,7 +49,8 @@ class InferenceServicer:
         arrived_s = time.monotonic()
         model = self._models.get(request.model)
         prompt = await self._models.chat_prompt(model, _messages(request.messages))
-        job = Job(new_request_id("chat"), model, prompt, sampling_request(request.sampling), arrived_s)
+        handling = Handling.from_proto(request.handling)
+        job = Job(new_request_id("chat"), model, prompt, sampling_request(request.sampling), arrived_s, handling)
         async for event in self._serve(job, context):
             yield inference_pb2.ChatResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
 

@@ -16,11 +16,12 @@ import grpc
 
 from cluster.config import LINK_HEARTBEAT_S, MAX_NODE_MESSAGE_BYTES, MacConfig
 from cluster.errors import StartupFailed
+from cluster.kv.stats import KVStats
 from cluster.mac_engine import MacEngine
 from cluster.model_files import find_model
 from cluster.ray_calls import router
 from cluster.reporter import Reporter
-from cluster.scheduling.scheduler import SchedulerStats
+from cluster.scheduling.stats import SchedulerStats
 from cluster.vital import run_or_exit
 from protos.cidery.node.v1 import node_pb2, node_pb2_grpc
 
@@ -53,6 +54,7 @@ class ManagerStatus:
     num_generated_tokens: int
     # None until the worker has described its model.
     scheduler: SchedulerStats | None
+    kv: KVStats | None
 
 
 class GatewayStream:
@@ -157,6 +159,7 @@ class KVManager:
             num_steps=engine.num_steps if engine else 0,
             num_generated_tokens=engine.num_generated_tokens if engine else 0,
             scheduler=engine.scheduler.stats() if engine and engine.scheduler else None,
+            kv=kv.stats() if kv else None,
         )
 
     async def set_draining(self, is_draining: bool) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.errors import InvalidRequest
+from cluster.handling import Handling
 from cluster.sampling import SamplingRequest
 from cluster.tokenizer import Message
 
@@ -37,6 +38,7 @@ class OpenAIRequest:
     sampling: SamplingRequest
     stream: bool
     include_usage: bool
+    handling: Handling
 
 
 def parse_body(body: bytes) -> Mapping[str, Any]:
@@ -68,6 +70,7 @@ def parse_common(body: Mapping[str, Any], *, is_chat: bool) -> OpenAIRequest:
         sampling=_sampling(body, is_chat=is_chat),
         stream=_typed(body, "stream", bool, "true or false") or False,
         include_usage=_typed(options, "include_usage", bool, "true or false") or False,
+        handling=_handling(body),
     )
 
 
@@ -105,6 +108,16 @@ def _sampling(body: Mapping[str, Any], *, is_chat: bool) -> SamplingRequest:
         stop_token_ids=_stop_token_ids(body),
         ignore_eos=_typed(body, "ignore_eos", bool, "true or false") or False,
         num_top_logprobs=_chat_logprobs(body) if is_chat else _integer(body, "logprobs"),
+    )
+
+
+def _handling(body: Mapping[str, Any]) -> Handling:
+    """Fields of ours beside OpenAI's, named as in handling.proto."""
+    return Handling(
+        tenant=_typed(body, "tenant", str, "a string") or "",
+        priority=_integer(body, "priority") or 0,
+        retention_priority=_integer(body, "retention_priority") or 0,
+        pin_s=_number(body, "pin_s") or 0.0,
     )
 
 

@@ -10,7 +10,7 @@ from cluster.kv.sequence import GroupBlocks
 from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
 from protos.cidery.node.v1 import node_pb2
-from protos.cidery.v1 import sampling_pb2
+from protos.cidery.v1 import handling_pb2, sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2
 
 FINISH_TO_PROTO = {
@@ -75,6 +75,13 @@ def request_to_open(request: Request, root_hash: BlockHash, *, ignore_eos: bool)
             sampling=sampling,
             boundaries=request.boundaries,
             root_hash=root_hash,
+            handling=handling_pb2.Handling(
+                tenant=request.tenant,
+                priority=request.priority,
+                retention_priority=request.retention_priority,
+                pin_s=request.pin_s,
+            ),
+            tenant_weight=request.tenant_weight,
         )
     )
 
@@ -93,6 +100,11 @@ def request_from_open(message: node_pb2.Open, eos_token_ids: Sequence[int]) -> R
         sampling=sampling_from_proto(message.sampling),
         stop_token_ids=stops,
         boundaries=tuple(message.boundaries),
+        tenant=message.handling.tenant,
+        tenant_weight=message.tenant_weight,
+        priority=message.handling.priority,
+        retention_priority=message.handling.retention_priority,
+        pin_s=message.handling.pin_s,
     )
 
 

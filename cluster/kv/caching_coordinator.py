@@ -7,9 +7,10 @@ from cluster.kv.coordinator import KVCacheCoordinator
 from cluster.kv.events import EventLog
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.layout import NULL_BLOCK, KVLayout
+from cluster.kv.points import PointKind
 from cluster.kv.policies import RetentionPolicy
 from cluster.kv.prefix_tree import Segment, num_common
-from cluster.kv.sequence import BlockCopy, ComputedBlocks, Sequence, TableEdit
+from cluster.kv.sequence import BlockCopy, ComputedBlocks, Pages, Sequence, TableEdit
 
 
 class _CachingCoordinator(KVCacheCoordinator):
@@ -22,7 +23,7 @@ class _CachingCoordinator(KVCacheCoordinator):
 
     @property
     def _stamp(self) -> tuple[int, int, int]:
-        return self.retention.num_evicted, self.num_checkpoints, self.tree.num_splits
+        return self.retention.evictor.num_evicted, self.num_checkpoints, self.tree.num_splits
 
     def is_current(self, computed: ComputedBlocks, hashes: bytes) -> bool:
         """Whether a look-up would find the same again. O(1)."""
@@ -30,8 +31,6 @@ class _CachingCoordinator(KVCacheCoordinator):
             return False
         depth = computed.num_matched_tokens // self.block_size
         end = computed.path[-1] if computed.path else self.tree.root
-        if depth < end.start:
-            return False
         if end.end > depth:
             return bytes(end.hash_at(depth)) != hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES]
         return hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES] not in end.children
@@ -47,19 +46,18 @@ class _CachingCoordinator(KVCacheCoordinator):
         while done < num_blocks:
             depth = sequence.depth
             end = depth + num_blocks - done
-            if sequence.points and sequence.points[0] < end:
-                end = sequence.points[0]
+            if sequence.points:
+                end = min(end, sequence.points[0][0])
             num_done = self._advance(sequence, hashes[done * HASH_BYTES : (done + end - depth) * HASH_BYTES], edits)
             done += num_done
-            if sequence.points and sequence.depth == sequence.points[0]:
-                sequence.points.pop(0)
-                self._make_point(sequence)
+            if sequence.points and sequence.depth == sequence.points[0][0]:
+                self._make_point(sequence, sequence.points.pop(0)[1])
         return edits
 
-    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, kind: PointKind) -> tuple[BlockCopy, ...]:
         """Keep the state that the sequence has now, after `num_tokens` tokens, a multiple of the block size.
 
-        Returns the copies to make before the next token runs; none if there is no memory for it, or no need.
+        Returns the copies to make before the next token runs; none if there is no need, or no memory that is worth it.
         """
         sequence, depth = self.sequences[seq_id], num_tokens // self.block_size
         if not self._state_managers or depth in sequence.pending or (sequence.tail and sequence.tail[0] == depth):
@@ -67,27 +65,31 @@ class _CachingCoordinator(KVCacheCoordinator):
         needs = [0] * len(self.pools.pools)
         for manager in self._state_managers:
             needs[manager.pool_id] += 1
-        if not may_evict and self.pools.lacks(needs):
-            return ()
-        if not self.make_room(needs):
-            return ()
-        pages: dict[int, int] = {}
-        copies: list[BlockCopy] = []
-        for manager in self._state_managers:
-            (page,) = self.pools[manager.pool_id].allocate(1)
-            pages[manager.group_id] = page
-            copies.append(BlockCopy(manager.group_id, sequence.tables[manager.group_id][0], page))
-        sequence.pending[depth] = pages
-        return tuple(copies)
+        if self.pools.lacks(needs):
+            if kind is PointKind.INTERVAL:
+                # Nor is the boundary worth moving: what an attention block could have would go.
+                return ()
+            if kind is PointKind.TURN_END and sequence.tail is not None:
+                # Written anew: who ends in between with the copy under way loses it, but no other point is evicted.
+                pages, sequence.tail = sequence.tail[1], None
+                return self._copy_states(sequence, depth, kind, pages)
+            if not self.make_room(needs, self.retention.worth(sequence, depth, kind)):
+                return ()
+        pages = {m.group_id: self.pools[m.pool_id].allocate(1)[0] for m in self._state_managers}
+        return self._copy_states(sequence, depth, kind, pages)
 
-    def confirm_checkpoint(self, seq_id: int, num_tokens: int, *, is_point: bool) -> None:
-        """The copies were made. A point is findable from now on; the newest other one stays the sequence's own."""
+    def _copy_states(self, sequence: Sequence, depth: int, kind: PointKind, pages: Pages) -> tuple[BlockCopy, ...]:
+        sequence.pending[depth] = (kind, pages)
+        return tuple(BlockCopy(group, sequence.tables[group][0], page) for group, page in pages.items())
+
+    def confirm_checkpoint(self, seq_id: int, num_tokens: int) -> None:
+        """The copies were made. A point is findable from now on; the newest turn end stays the sequence's own."""
         sequence, depth = self.sequences.get(seq_id), num_tokens // self.block_size
         if sequence is None or depth not in sequence.pending:
             return
-        pages = sequence.pending.pop(depth)
-        if is_point:
-            self._publish(sequence, depth, pages)
+        kind, pages = sequence.pending.pop(depth)
+        if kind is not PointKind.TURN_END:
+            self._publish(sequence, depth, pages, kind)
             return
         if sequence.tail is not None:
             self._free_pages(sequence.tail[1])
@@ -101,12 +103,12 @@ class _CachingCoordinator(KVCacheCoordinator):
             if is_settled and num_processed % self.block_size == 0 and depth == sequence.depth:
                 # The state it worked on is just the one to keep.
                 pages = {m.group_id: sequence.tables[m.group_id].pop() for m in self._state_managers}
-                self._publish(sequence, depth, pages)
+                self._publish(sequence, depth, pages, PointKind.TURN_END)
             elif sequence.tail is not None and sequence.tail[0] <= sequence.depth:
-                self._publish(sequence, *sequence.tail)
+                self._publish(sequence, *sequence.tail, PointKind.TURN_END)
                 sequence.tail = None
         if sequence.depth and not self._state_managers:
-            self._make_point(sequence)
+            self._make_point(sequence, PointKind.TURN_END)
         cursor = sequence.cursor
         self._close(sequence)
         self.retention.settle(cursor)
@@ -166,15 +168,15 @@ class _CachingCoordinator(KVCacheCoordinator):
                     pool.free([own])
                     edits.append(TableEdit(sequence.seq_id, group, index, known[offset]))
 
-    def _make_point(self, sequence: Sequence) -> None:
+    def _make_point(self, sequence: Sequence, kind: PointKind) -> None:
         """The sequence's newest registered block ends a resume point; a recurrent model needs a checkpoint for that."""
         if self._state_managers:
             return
         segment = self.tree.cut(sequence.cursor, sequence.depth)
         self._move(sequence, segment, sequence.depth)
-        self.retention.designate(segment)
+        self.retention.designate(segment, kind)
 
-    def _publish(self, sequence: Sequence, depth: int, pages: dict[int, int]) -> None:
+    def _publish(self, sequence: Sequence, depth: int, pages: Pages, kind: PointKind) -> None:
         """Make a state after `depth` registered blocks findable."""
         segment = sequence.cursor
         assert depth <= sequence.depth, "a state ahead of its registered blocks"
@@ -192,7 +194,7 @@ class _CachingCoordinator(KVCacheCoordinator):
                 )
             pool.free([page])
         self.num_checkpoints += 1
-        self.retention.designate(segment)
+        self.retention.designate(segment, kind)
 
     def _move(self, sequence: Sequence, segment: Segment, depth: int) -> None:
         left = sequence.cursor
@@ -212,9 +214,9 @@ class UnitaryKVCacheCoordinator(_CachingCoordinator):
         size = self.block_size
         path, depth = self.tree.match(hashes, num_tokens // size)
         if depth * size == num_tokens:
-            return ComputedBlocks(num_tokens - 1, None, num_tokens, tuple(path), True, self._stamp)
+            return ComputedBlocks(num_tokens - 1, None, num_tokens, tuple(path), copies_last=True, stamp=self._stamp)
         limited_by = 0 if depth < (num_tokens - 1) // size else None
-        return ComputedBlocks(depth * size, limited_by, depth * size, tuple(path), False, self._stamp)
+        return ComputedBlocks(depth * size, limited_by, depth * size, tuple(path), stamp=self._stamp)
 
 
 class HybridKVCacheCoordinator(_CachingCoordinator):
@@ -229,10 +231,14 @@ class HybridKVCacheCoordinator(_CachingCoordinator):
         partial = [m for m in self.managers if not m.is_full]
         present = {m.group_id: self.tree.present(path, matched, m.group_id) for m in partial}
         if matched * size == num_tokens and not self._state_managers:
-            lowest = [present[m.group_id].find(b"\x00", m.first_needed(num_tokens - 1)) for m in partial]
-            sinks = [present[m.group_id].find(b"\x00", 0, m.num_sink_blocks) for m in partial]
-            if max([*lowest, *sinks], default=-1) < 0:
-                return ComputedBlocks(num_tokens - 1, None, num_tokens, tuple(path), True, self._stamp)
+            holes = [present[m.group_id].find(b"\x00", m.first_needed(num_tokens - 1)) for m in partial]
+            holes += [present[m.group_id].find(b"\x00", 0, m.num_sink_blocks) for m in partial]
+            if max(holes, default=-1) < 0:
+                whole = num_tokens - 1
+                return ComputedBlocks(whole, None, num_tokens, tuple(path), copies_last=True, stamp=self._stamp)
+        alone = [limit if m.is_full else m.longest_hit(present[m.group_id], limit) for m in self.managers]
+        if (lowest_hit := min(alone)) < limit:
+            limit, limited_by = lowest_hit, alone.index(lowest_hit)
         is_settled = False
         while not is_settled:
             is_settled = True
@@ -240,4 +246,5 @@ class HybridKVCacheCoordinator(_CachingCoordinator):
                 length = manager.longest_hit(present[manager.group_id], limit)
                 if length < limit:
                     limit, limited_by, is_settled = length, manager.group_id, False
-        return ComputedBlocks(limit * size, limited_by, matched * size, tuple(path), False, self._stamp)
+        hits = tuple(num_blocks * size for num_blocks in alone)
+        return ComputedBlocks(limit * size, limited_by, matched * size, tuple(path), hits, stamp=self._stamp)

@@ -5,7 +5,7 @@ retention what to forget.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from cluster.kv.group_managers import make_manager
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.layout import NULL_BLOCK, KVLayout
 from cluster.kv.memory import PoolResize, PoolSet
+from cluster.kv.points import PointKind
 from cluster.kv.policies import RetentionPolicy
 from cluster.kv.prefix_tree import PrefixTree, Segment
 from cluster.kv.retention import Retention
@@ -30,7 +31,7 @@ from cluster.kv.sequence import (
 
 @dataclass(slots=True)
 class GroupCounts:
-    """Of one group since the start: tokens looked up, tokens found, and how often it ended a hit."""
+    """Of one group since the start: tokens looked up, tokens it could resume, and how often it ended a hit."""
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
@@ -82,11 +83,11 @@ class KVCacheCoordinator(ABC):
         """Whether a look-up would find the same again. O(1)."""
 
     @abstractmethod
-    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, kind: PointKind) -> tuple[BlockCopy, ...]:
         """See the manager."""
 
     @abstractmethod
-    def confirm_checkpoint(self, seq_id: int, num_tokens: int, *, is_point: bool) -> None:
+    def confirm_checkpoint(self, seq_id: int, num_tokens: int) -> None:
         """See the manager."""
 
     def open(
@@ -94,7 +95,7 @@ class KVCacheCoordinator(ABC):
         seq_id: int,
         computed: ComputedBlocks,
         hashes: bytes,
-        points: Iterable[int],
+        points: Mapping[int, PointKind],
         *,
         now_s: float,
         priority: int,
@@ -104,12 +105,12 @@ class KVCacheCoordinator(ABC):
         depth = computed.num_tokens // self.block_size
         path = [segment for segment in computed.path if segment.start < depth]
         gap = self.retention.used(path, depth, hashes, now_s)
-        for counts in self.counts:
+        for group, counts in enumerate(self.counts):
             counts.num_queried_tokens += len(hashes) // HASH_BYTES * self.block_size
-            counts.num_hit_tokens += computed.num_tokens
+            counts.num_hit_tokens += computed.group_hits[group] if computed.group_hits else computed.num_tokens
         if computed.limited_by is not None:
             self.counts[computed.limited_by].num_limited += 1
-        started = self._start(seq_id, computed, [point // self.block_size for point in points])
+        started = self._start(seq_id, computed, points)
         sequence = self.sequences[seq_id]
         sequence.gap, sequence.priority, sequence.pinned_until_s = gap, priority, pinned_until_s
         for segment in path:
@@ -117,7 +118,7 @@ class KVCacheCoordinator(ABC):
             segment.pinned_until_s = max(segment.pinned_until_s, pinned_until_s)
         return started
 
-    def _start(self, seq_id: int, computed: ComputedBlocks, points: Iterable[int]) -> StartedBlocks:
+    def _start(self, seq_id: int, computed: ComputedBlocks, points: Mapping[int, PointKind]) -> StartedBlocks:
         assert seq_id not in self.sequences, f"sequence {seq_id} was started twice"
         depth = computed.num_tokens // self.block_size
         tables: list[list[int]] = []
@@ -132,7 +133,12 @@ class KVCacheCoordinator(ABC):
             self._part(cursor)
         first_held = [m.first_needed(computed.num_tokens) if not m.is_state else 0 for m in self.managers]
         sequence = Sequence(seq_id, tables, depth * self.block_size, cursor, depth, first_held)
-        sequence.points = sorted(point for point in set(points) if point > depth)
+        by_depth: dict[int, PointKind] = {}
+        for offset, kind in points.items():
+            at = offset // self.block_size
+            if at > depth:
+                by_depth[at] = max(kind, by_depth.get(at, kind))
+        sequence.points = sorted(by_depth.items())
         cursor.num_cursors += 1
         self.sequences[seq_id] = sequence
         return self._start_states(sequence, computed)
@@ -152,7 +158,10 @@ class KVCacheCoordinator(ABC):
         for manager in self._token_managers:
             needs[manager.pool_id] += length - len(sequence.tables[manager.group_id])
         if not self.make_room(needs):
-            return None
+            # Admission counts without checkpoints: a sequence's own must not keep it from going on.
+            self._free_checkpoints(sequence)
+            if not self.make_room(needs):
+                return None
         taken: dict[int, tuple[int, ...]] = {}
         for manager in self._token_managers:
             table = sequence.tables[manager.group_id]
@@ -181,8 +190,8 @@ class KVCacheCoordinator(ABC):
     def free(self, seq_id: int, num_processed: int, *, is_settled: bool) -> None:
         """Close the sequence's block tables."""
 
-    def make_room(self, needs: Seq[int]) -> bool:
-        """See that each pool has so many empty blocks, by evicting and by moving the boundary between pools."""
+    def make_room(self, needs: Seq[int], worth: float | None = None) -> bool:
+        """See that each pool has so many empty blocks, by moving boundaries and evicting what is worth less."""
         if not self.pools.lacks(needs):
             return True
         if not self.pools.fits(needs):
@@ -199,7 +208,7 @@ class KVCacheCoordinator(ABC):
         def num_lacking() -> int:
             return sum(max(0, need - pool.num_empty) for need, pool in zip(needs, self.pools.pools, strict=True))
 
-        return self.retention.release(is_enough, num_lacking)
+        return self.retention.release(is_enough, num_lacking, worth)
 
     def take_resizes(self) -> tuple[PoolResize, ...]:
         """Boundary moves since the last call, in order: for the worker, before anything else of a step."""
@@ -231,7 +240,7 @@ class KVCacheCoordinator(ABC):
             held, cached = [0] * pool.num_blocks, set[int]()
             groups = [m.group_id for m in self.managers if m.pool_id == pool_id]
             for sequence in self.sequences.values():
-                checkpoints = [*sequence.pending.values(), *([sequence.tail[1]] if sequence.tail else [])]
+                checkpoints = sequence.checkpoints()
                 ids = [b for group in groups for b in sequence.tables[group]]
                 ids += [pages[group] for pages in checkpoints for group in groups if group in pages]
                 for block_id in ids:
@@ -263,7 +272,7 @@ class KVCacheCoordinator(ABC):
     def _part(self, segment: Segment) -> None:
         """Two prompts part at the segment's end, where others may too. A recurrent model needs a checkpoint there."""
         if not self._state_managers:
-            self.retention.designate(segment)
+            self.retention.designate(segment, PointKind.PARTING)
 
     def _hit_blocks(self, computed: ComputedBlocks, group_id: int) -> list[int]:
         """The block table that the hit gives one group: null where it needs nothing. O(blocks)."""
@@ -343,7 +352,7 @@ class KVCacheCoordinator(ABC):
             if first > start:
                 end = min(first, len(table))
                 self.pools[manager.pool_id].free(reversed(table[start:end]))
-                self.retention.left_behind(end - start)
+                self.retention.left_behind(sequence.cursor, start)
                 table[start:end] = [NULL_BLOCK] * (end - start)
                 sequence.first_held[group] = end
 
@@ -353,10 +362,14 @@ class KVCacheCoordinator(ABC):
         sequence.cursor.num_cursors -= 1
         for manager in self.managers:
             self.pools[manager.pool_id].free(reversed(sequence.tables[manager.group_id]))
-        for pages in sequence.pending.values():
+        self._free_checkpoints(sequence)
+
+    def _free_checkpoints(self, sequence: Sequence) -> None:
+        """Those that only the sequence has; where one is still being made, whoever gets its page writes it later."""
+        for pages in sequence.checkpoints():
             self._free_pages(pages)
-        if sequence.tail is not None:
-            self._free_pages(sequence.tail[1])
+        sequence.pending.clear()
+        sequence.tail = None
 
     def _free_pages(self, pages: dict[int, int]) -> None:
         for group, page in pages.items():
@@ -377,37 +390,10 @@ class KVCacheCoordinator(ABC):
                 self._sources = [(g, moves.get(b, b) if g == manager.group_id else b) for g, b in self._sources]
                 for sequence in self.sequences.values():
                     _rename(sequence.tables[manager.group_id], moves)
-                    checkpoints = [*sequence.pending.values(), *([sequence.tail[1]] if sequence.tail else [])]
+                    checkpoints = sequence.checkpoints()
                     for pages in checkpoints:
                         if manager.group_id in pages:
                             pages[manager.group_id] = moves.get(pages[manager.group_id], pages[manager.group_id])
-
-
-class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Nothing is ever found or kept; any number of groups."""
-
-    def find_longest_cache_hit(self, hashes: bytes, num_tokens: int) -> ComputedBlocks:
-        """Always nothing."""
-        return ComputedBlocks(0, None, 0)
-
-    def register(self, seq_id: int, first_index: int, hashes: bytes) -> list[TableEdit]:
-        """Never kept."""
-        return []
-
-    def is_current(self, computed: ComputedBlocks, hashes: bytes) -> bool:
-        """Always."""
-        return True
-
-    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool) -> tuple[BlockCopy, ...]:
-        """Never kept."""
-        return ()
-
-    def confirm_checkpoint(self, seq_id: int, num_tokens: int, *, is_point: bool) -> None:
-        """There are none."""
-
-    def free(self, seq_id: int, num_processed: int, *, is_settled: bool) -> None:
-        """See the base class."""
-        self._close(self.sequences[seq_id])
 
 
 def _rename(blocks: "list[int] | Seq[int]", moves: dict[int, int]) -> None:

@@ -5,6 +5,7 @@ block (or its state after the block).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from cluster.kv.layout import KVGroup
 from cluster.kv.spec import ChunkedLocalSpec, RecurrentStateSpec, SlidingWindowSpec
@@ -26,6 +27,11 @@ class GroupManager(ABC):
         self.page_bytes = group.page_bytes
         self.num_sink_blocks = 0
         self._block_size = block_size
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        """Equal for groups that need the same positions."""
+        return (type(self),)
 
     @abstractmethod
     def first_needed(self, num_tokens: int) -> int:
@@ -64,6 +70,11 @@ class SlidingWindowManager(GroupManager):
         self._spec = group.spec
         self.num_sink_blocks = -(-group.spec.num_sink_tokens // block_size)
 
+    @property
+    def rule(self) -> tuple[object, ...]:
+        """See the base class."""
+        return (type(self), self._spec.window, self._spec.num_sink_tokens)
+
     def first_needed(self, num_tokens: int) -> int:
         """See the base class."""
         return self._spec.first_needed_token(num_tokens) // self._block_size
@@ -82,6 +93,11 @@ class ChunkedLocalManager(GroupManager):
         assert isinstance(group.spec, ChunkedLocalSpec)
         self._spec = group.spec
 
+    @property
+    def rule(self) -> tuple[object, ...]:
+        """See the base class."""
+        return (type(self), self._spec.chunk)
+
     def first_needed(self, num_tokens: int) -> int:
         """See the base class."""
         return self._spec.first_needed_token(num_tokens) // self._block_size
@@ -99,6 +115,14 @@ class RecurrentStateManager(GroupManager):
     def longest_hit(self, present: bytes, limit: int) -> int:
         """Right to left to the first state."""
         return present.rfind(_PRESENT, 0, limit) + 1
+
+
+def by_rule(managers: Iterable[GroupManager]) -> list[list[GroupManager]]:
+    """Groups that need the same positions, together: layers of one window may be cut into several groups."""
+    groups: dict[tuple[object, ...], list[GroupManager]] = {}
+    for manager in managers:
+        groups.setdefault(manager.rule, []).append(manager)
+    return list(groups.values())
 
 
 def make_manager(group: KVGroup, block_size: int) -> GroupManager:

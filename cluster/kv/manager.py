@@ -4,27 +4,20 @@ Wires together what others own: the pools (references), the prefix tree (what is
 first), the coordinator (block tables) and the event log.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from cluster.kv.caching_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
-from cluster.kv.coordinator import GroupCounts, KVCacheCoordinator, KVCacheCoordinatorNoPrefixCache
+from cluster.kv.coordinator import KVCacheCoordinator
 from cluster.kv.events import BlockEvent, EventLog
 from cluster.kv.hashing import BlockHash, split_hashes
 from cluster.kv.layout import NULL_BLOCK, KVLayout
 from cluster.kv.memory import PoolResize
+from cluster.kv.no_cache_coordinator import KVCacheCoordinatorNoPrefixCache
+from cluster.kv.planner import kind_name
+from cluster.kv.points import PointKind
 from cluster.kv.policies import POLICIES
-from cluster.kv.retention import EvictionCounts
 from cluster.kv.sequence import BlockCopy, ComputedBlocks, GroupBlocks, StartedBlocks, TableEdit
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes of all pools by state. What live sequences hold, what they don't but is findable, the rest."""
-
-    referenced_bytes: int
-    cached_bytes: int
-    free_bytes: int
+from cluster.kv.stats import KVGroupStats, KVStats
 
 
 class KVCacheManager:
@@ -74,17 +67,17 @@ class KVCacheManager:
         computed: ComputedBlocks,
         hashes: bytes = b"",
         *,
-        points: Iterable[int] = (),
+        points: Mapping[int, PointKind] | None = None,
         now_s: float = 0.0,
         priority: int = 0,
         pinned_until_s: float = 0.0,
     ) -> StartedBlocks:
         """Open a sequence on the cached prefix just looked up; its blocks stay until `free`. O(cached blocks).
 
-        `points`: token offsets that are worth resuming at; each is rounded down to a block.
+        `points`: token offsets that are worth resuming at, and why; each is rounded down to a block.
         """
         return self._coordinator.open(
-            seq_id, computed, hashes, points, now_s=now_s, priority=priority, pinned_until_s=pinned_until_s
+            seq_id, computed, hashes, points or {}, now_s=now_s, priority=priority, pinned_until_s=pinned_until_s
         )
 
     def release_sources(self) -> None:
@@ -118,17 +111,17 @@ class KVCacheManager:
         """
         return self._coordinator.register(seq_id, first_index, hashes)
 
-    def checkpoint(self, seq_id: int, num_tokens: int, *, may_evict: bool = True) -> tuple[BlockCopy, ...]:
+    def checkpoint(self, seq_id: int, num_tokens: int, kind: PointKind) -> tuple[BlockCopy, ...]:
         """Copies that keep a recurrent model's state after `num_tokens` tokens, a multiple of the block size.
 
-        To be made before the next token runs. Empty if there is nothing to copy, or no memory for it: none at all, or,
-        unless it `may_evict`, none that lies idle.
+        To be made before the next token runs. Empty if there is nothing to copy, or no memory for it that is worth
+        less: for an INTERVAL only what lies idle. A TURN_END becomes a resume point only if the sequence ends there.
         """
-        return self._coordinator.checkpoint(seq_id, num_tokens, may_evict=may_evict)
+        return self._coordinator.checkpoint(seq_id, num_tokens, kind)
 
-    def confirm_checkpoint(self, seq_id: int, num_tokens: int, *, is_point: bool) -> None:
-        """The worker has made those copies. If not a resume point, it becomes one only where the sequence ends."""
-        self._coordinator.confirm_checkpoint(seq_id, num_tokens, is_point=is_point)
+    def confirm_checkpoint(self, seq_id: int, num_tokens: int) -> None:
+        """The worker has made those copies."""
+        self._coordinator.confirm_checkpoint(seq_id, num_tokens)
 
     def free(self, seq_id: int, num_processed: int = 0, *, is_settled: bool = True) -> None:
         """End a sequence of which `num_processed` tokens have run. What it registered stays while memory allows.
@@ -185,22 +178,26 @@ class KVCacheManager:
         """Share of the usable bytes that live sequences hold, 0 to 1."""
         return self.used_bytes / self.layout.usable_bytes
 
-    @property
-    def memory(self) -> MemoryUse:
-        """Bytes by state."""
-        pools = self._coordinator.pools
+    def stats(self) -> KVStats:
+        """Bytes by state and counts by group. O(groups)."""
+        coordinator = self._coordinator
+        pools, evictor = coordinator.pools, coordinator.retention.evictor
         cached = sum(p.num_evictable * page for p, page in zip(pools.pools, pools.page_bytes, strict=True))
-        return MemoryUse(pools.used_bytes, cached, pools.free_bytes - cached)
-
-    @property
-    def group_counts(self) -> Sequence[GroupCounts]:
-        """Look-ups and hits of each group."""
-        return self._coordinator.counts
-
-    @property
-    def eviction_counts(self) -> Sequence[EvictionCounts]:
-        """Evictions of each group by reason."""
-        return self._coordinator.retention.counts
+        groups = tuple(
+            KVGroupStats(
+                kind=kind_name(group.spec),
+                num_layers=len(group.layer_indices),
+                page_bytes=group.page_bytes,
+                num_queried_tokens=looked_up.num_queried_tokens,
+                num_hit_tokens=looked_up.num_hit_tokens,
+                num_limited=looked_up.num_limited,
+                num_evicted_left_behind=evicted.num_left_behind,
+                num_evicted_ranked=evicted.num_ranked,
+                num_evicted_orphaned=evicted.num_orphaned,
+            )
+            for group, looked_up, evicted in zip(self.layout.groups, coordinator.counts, evictor.counts, strict=True)
+        )
+        return KVStats(pools.used_bytes, cached, pools.free_bytes - cached, coordinator.retention.pinned_bytes, groups)
 
     def take_events(self) -> tuple[BlockEvent, ...]:
         """Presence transitions since the last call, oldest first; to be taken after every step."""

@@ -42,6 +42,11 @@ class PoolSet:
         )
 
     @property
+    def usable_bytes(self) -> int:
+        """What sequences and cache can have at most."""
+        return self._layout.usable_bytes
+
+    @property
     def free_bytes(self) -> int:
         """What nobody references, cached or not."""
         return self.spare_bytes + sum(

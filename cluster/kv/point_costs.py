@@ -2,42 +2,37 @@
 
 from collections.abc import Sequence
 
-from cluster.kv.group_managers import GroupManager
+from cluster.kv.group_managers import GroupManager, by_rule
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.prefix_tree import Segment
-
-# A point inside a longer live prefix is used only where requests part there: a belief worth so many observations.
-_STOP_PRIOR = 0.1
-_STOP_PRIOR_WEIGHT = 4.0
 
 
 class PointCosts:
     """Bytes by the rules of a model's groups."""
 
     def __init__(self, managers: Sequence[GroupManager], block_size: int) -> None:
-        self._managers = managers
         self._block_size = block_size
+        self._full_page_bytes = sum(m.page_bytes for m in managers if m.is_full)
+        self._states = [m for m in managers if m.is_state]
+        windows = by_rule(m for m in managers if not m.is_full and not m.is_state)
+        self._windows = [(same[0], sum(m.page_bytes for m in same)) for same in windows]
 
     def leaf_bytes(self, segment: Segment, fallback: int) -> int:
         """What goes with a leaf's point: its window and state, and the blocks that only it can use."""
         top = segment
         while top.parent is not None and top.parent.parent is not None and _is_passage(top.parent):
             top = top.parent
-        freed = self.inner_bytes(segment, fallback)
-        return freed + sum(m.page_bytes for m in self._managers if m.is_full) * (segment.end - top.start)
+        return self.inner_bytes(segment, fallback) + self._full_page_bytes * (segment.end - top.start)
 
     def inner_bytes(self, segment: Segment, fallback: int) -> int:
         """What an inner point needs that the one above, at `fallback`, does not: its window and its state.
 
         Points below may share some of its window; counting all of it lets a chain of close points thin out.
         """
-        freed = 0
-        for manager in self._managers:
-            if manager.is_state:
-                freed += manager.page_bytes * (segment.blocks[manager.group_id][-1] != NULL_BLOCK)
-            elif not manager.is_full:
-                first = max(manager.first_needed(segment.end * self._block_size), fallback)
-                freed += manager.page_bytes * (segment.end - first)
+        end = segment.end
+        freed = sum(m.page_bytes for m in self._states if segment.blocks[m.group_id][-1] != NULL_BLOCK)
+        for manager, page_bytes in self._windows:
+            freed += page_bytes * (end - max(manager.first_needed(end * self._block_size), fallback))
         return freed
 
 
@@ -49,12 +44,6 @@ def fallback_of(segment: Segment) -> int:
             return node.end
         node = node.parent
     return 0
-
-
-def stop_share(segment: Segment) -> float:
-    """How likely a use of what lies at or below an inner point stops there."""
-    seen = segment.num_stops + segment.num_passes
-    return (segment.num_stops + _STOP_PRIOR * _STOP_PRIOR_WEIGHT) / (seen + _STOP_PRIOR_WEIGHT)
 
 
 def _is_passage(segment: Segment) -> bool:

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from cluster.kv.prefix_tree import Segment
 from cluster.kv.reuse_model import ReuseModel
 
 
@@ -19,8 +18,9 @@ class RetentionPolicy(ABC):
         """A prefix whose last two uses were `gap` apart was wanted again at that age."""
 
     @abstractmethod
-    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
-        """Worth of a point that would cost `lost_tokens` if it were wanted, and frees so many bytes."""
+    def rank(self, gap: int, priority: int, age: int, lost_tokens: float, freed_bytes: int) -> float:
+        """Worth of a point last used `age` ago, `gap` after its use before, that would cost so many tokens if it were
+        wanted, and frees so many bytes."""
 
 
 class LruPolicy(RetentionPolicy):
@@ -32,7 +32,7 @@ class LruPolicy(RetentionPolicy):
     def observe(self, gap: int, age: int) -> None:
         """Nothing to learn."""
 
-    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
+    def rank(self, gap: int, priority: int, age: int, lost_tokens: float, freed_bytes: int) -> float:
         """See the base class."""
         return -age
 
@@ -51,9 +51,9 @@ class ValuePolicy(RetentionPolicy):
         """See the base class."""
         self._model.observe(gap, age)
 
-    def rank(self, segment: Segment, age: int, lost_tokens: float, freed_bytes: int) -> float:
+    def rank(self, gap: int, priority: int, age: int, lost_tokens: float, freed_bytes: int) -> float:
         """See the base class. A step of priority counts as much as twice the tokens."""
-        return self._model.index(segment.gap, age) * lost_tokens / freed_bytes * 2.0**segment.priority
+        return self._model.index(gap, age) * lost_tokens / freed_bytes * 2.0**priority
 
 
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {"lru": LruPolicy, "value": ValuePolicy}

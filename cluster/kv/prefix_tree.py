@@ -22,7 +22,7 @@ class Segment:
     """Positions `[start, end)` of one prefix. `blocks[group]` holds the block id of each, or the null block."""
 
     __slots__ = (
-        "blocks", "children", "gap", "hashes", "is_point", "last_use", "num_cursors", "num_passes", "num_stops",
+        "blocks", "children", "gap", "hashes", "is_point", "kind", "last_use", "num_cursors", "num_passes", "num_stops",
         "parent", "pinned_until_s", "priority", "start", "thinned",
     )  # fmt: skip
 
@@ -34,6 +34,8 @@ class Segment:
         self.blocks = [array("i") for _ in range(num_groups)]
         # Its end is worth resuming at: a prompt, turn or hinted message ended, or two prompts parted there.
         self.is_point = False
+        # Of that point: a PointKind.
+        self.kind = 0
         # Sequences whose newest registered block is its last: they will append below.
         self.num_cursors = 0
         # By the clock of the retention policy: requests started.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from cluster.kv.points import PointKind
 from cluster.kv.prefix_tree import Segment
 
 # Block ids by group.
@@ -26,10 +27,19 @@ class ComputedBlocks:
     limited_by: int | None
     num_matched_tokens: int
     path: tuple[Segment, ...] = ()
+    # Tokens that each group could go on from, if it were alone; empty: all the same.
+    group_hits: tuple[int, ...] = ()
     # The hit ends inside its last block, which is copied before it is written.
     copies_last: bool = False
     # What it was found in: a look-up in another state may find something else.
     stamp: tuple[int, int, int] = (0, 0, 0)
+
+    def parts(self, block_size: int) -> bool:
+        """Whether something known goes on after what is matched, but otherwise: prompts part there."""
+        if not self.path:
+            return False
+        end = self.path[-1]
+        return self.num_matched_tokens < end.end * block_size or bool(end.children)
 
 
 NO_HIT = ComputedBlocks(0, None, 0)
@@ -80,12 +90,17 @@ class Sequence:
     # By group, the first table entry that it still holds; sinks apart.
     first_held: list[int]
     # Depths, in blocks, at which resume points are to be made, ascending.
-    points: list[int] = field(default_factory=list)
+    points: list[tuple[int, PointKind]] = field(default_factory=list)
     # Checkpoints planned and not confirmed yet, by depth.
-    pending: dict[int, Pages] = field(default_factory=dict)
+    pending: dict[int, tuple[PointKind, Pages]] = field(default_factory=dict)
     # The newest confirmed checkpoint that is its own: it becomes a resume point when the sequence ends.
     tail: tuple[int, Pages] | None = None
     # Since a longer prefix of it was here, for what it registers.
     gap: int = -1
     priority: int = 0
     pinned_until_s: float = 0.0
+
+    def checkpoints(self) -> list[Pages]:
+        """Pages of all states that it keeps beside the one it works on."""
+        kept = [pages for _, pages in self.pending.values()]
+        return kept if self.tail is None else [*kept, self.tail[1]]

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from cluster.kv.hashing import HASH_BYTES
+from cluster.kv.points import PointKind
 from cluster.kv.sequence import ComputedBlocks
+from cluster.scheduling.errors import ProtocolError
 from cluster.scheduling.request import Request
 
 
@@ -28,6 +31,8 @@ class LiveRequest:
     num_ahead: int
     num_planned: int = 0
     num_processed: int = 0
+    # The most that was planned of it before it had to wait again.
+    num_run: int = 0
     is_running: bool = False
     # The worker's name for it, new at every admission; 0 before the first, an id that the worker never sees.
     seq_id: int = 0
@@ -41,7 +46,7 @@ class LiveRequest:
     # The newest place of its prompt at which a state was kept.
     kept_at: int = 0
     # Where prefill stops for a checkpoint of a recurrent model: token offsets, multiples of the block size.
-    stops: set[int] = field(default_factory=set)
+    stops: dict[int, PointKind] = field(default_factory=dict)
 
     @property
     def tenant(self) -> str:
@@ -67,3 +72,14 @@ class LiveRequest:
     def cost_tokens(self) -> int:
         """Tokens that it is expected to take, before it is known what is cached."""
         return self.max_length
+
+    def extend_chain(self, first_index: int, hashes: bytes) -> None:
+        """Append block hashes that it did not know, and compare the rest. Raises ProtocolError if they differ."""
+        at = first_index * HASH_BYTES
+        known = bytes(self.hashes[at : at + len(hashes)])
+        if at > len(self.hashes) or hashes[: len(known)] != known:
+            raise ProtocolError(
+                f"request {self.request.request_id}: blocks from {first_index} on were reported as {hashes.hex()}, "
+                f"known are {len(self.hashes) // HASH_BYTES} blocks, there {known.hex()}"
+            )
+        self.hashes += hashes[len(known) :]

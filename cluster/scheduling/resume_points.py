@@ -1,19 +1,28 @@
 """Where a request's prefix is worth resuming at, and where its prefill stops for that."""
 
+from cluster.kv.points import PointKind
 from cluster.kv.sequence import ComputedBlocks
 from cluster.scheduling.live import LiveRequest
 
 
-def points_of(live: LiveRequest, computed: ComputedBlocks, block_size: int) -> set[int]:
+def points_of(live: LiveRequest, computed: ComputedBlocks, block_size: int) -> dict[int, PointKind]:
     """Offsets worth resuming at: message ends, the prompt's end, and where the content parts from what is known.
 
     Each is rounded down to a block's end.
     """
     request = live.request
-    offsets = {*request.boundaries, request.num_prompt_tokens, len(live.token_ids)}
-    if not computed.copies_last:
-        offsets.add(computed.num_matched_tokens)
-    return {offset // block_size * block_size for offset in offsets if block_size <= offset <= len(live.token_ids)}
+    wanted = [(offset, PointKind.MESSAGE) for offset in request.boundaries]
+    wanted += [(request.num_prompt_tokens, PointKind.PROMPT_END), (len(live.token_ids), PointKind.PROMPT_END)]
+    if request.boundaries:
+        wanted.append((min(request.boundaries), PointKind.HEAD))
+    if not computed.copies_last and computed.parts(block_size):
+        wanted.append((computed.num_matched_tokens, PointKind.PARTING))
+    points: dict[int, PointKind] = {}
+    for offset, kind in wanted:
+        if block_size <= offset <= len(live.token_ids):
+            at = offset // block_size * block_size
+            points[at] = max(kind, points.get(at, kind))
+    return points
 
 
 def tokens_until_stop(live: LiveRequest, num_tokens: int, block_size: int) -> int:

@@ -8,55 +8,31 @@ Plans are executed in order, which is why blocks may be given away while a plan 
 gets them writes them in a later plan, and blocks found by their hash are full and never written again.
 """
 
-from collections import deque
-from dataclasses import dataclass
 from functools import partial
 
-from cluster.kv.hashing import HASH_BYTES, join_hashes
+from cluster.kv.hashing import join_hashes
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.memory import PoolResize
+from cluster.kv.points import PointKind
 from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks, TableEdit
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.drain import DrainEstimate
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
+from cluster.scheduling.in_flight import PlanInFlight, PlansInFlight
 from cluster.scheduling.live import LiveRequest
 from cluster.scheduling.plan import Sampled, Slice, StepPlan, StepResult, runs_of
 from cluster.scheduling.request import Finish, Request, Update
 from cluster.scheduling.resume_points import points_of, tokens_until_stop
 from cluster.scheduling.siblings import waits_for_blocks, waits_for_state
-from cluster.scheduling.step_builder import Checkpoint, StepBuilder
+from cluster.scheduling.stats import SchedulerStats
+from cluster.scheduling.step_builder import StepBuilder
 from cluster.scheduling.waiting import WaitingQueue
 
 # Waiting requests that one step looks at beyond those that wait for a sibling.
 _MAX_PASSED_OVER = 64
-# Until a step has been timed.
-_FIRST_TOKENS_PER_S = 1000.0
-_SPEED_GAIN = 0.05
 # Tokens of a long prefill between two states kept on the way, as long as memory lies idle.
 _CHECKPOINT_EVERY = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Counts since the start, but for the first three, which are of now."""
-
-    num_running: int
-    num_waiting: int
-    num_plans_in_flight: int
-    num_preemptions: int
-    # Over first admissions: tokens looked up in the prefix cache and tokens found there.
-    num_queried_tokens: int
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanInFlight:
-    step_id: int
-    num_samples: int
-    num_tokens: int
-    # (seq_id, one past its last position) of each row.
-    ends: tuple[tuple[int, int], ...]
-    checkpoints: tuple[Checkpoint, ...]
 
 
 class Scheduler:
@@ -67,19 +43,17 @@ class Scheduler:
         self._config = config
         self._waiting: WaitingQueue[LiveRequest] = WaitingQueue()
         self._num_waiting_tokens = 0
-        self._tokens_per_s = _FIRST_TOKENS_PER_S
+        self._drain = DrainEstimate()
         self._running: list[LiveRequest] = []
         self._live_by_id: dict[str, LiveRequest] = {}
         # Also holds the old seq_id of a preempted request, whose rows in flight still bring valid tokens.
         self._live_by_seq: dict[int, LiveRequest] = {}
-        self._in_flight: deque[_PlanInFlight] = deque()
+        self._in_flight = PlansInFlight()
         self._released_seq_ids: list[int] = []
         self._edits: list[TableEdit] = []
         self._waits_for_sibling = partial(waits_for_state if kv.has_states else waits_for_blocks, kv.layout.block_size)
         self._resizes: list[PoolResize] = []
         self._next_seq_id = 1
-        self._next_step_id = 1
-        self._first_step_id = 1
         self._num_preemptions = 0
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
@@ -97,7 +71,7 @@ class Scheduler:
         if len(request.token_ids) >= length:
             return Update(request.request_id, (), (), Finish.LENGTH, num_cached_tokens=0, queue_s=0.0)
         if len(self._waiting) >= self._config.max_waiting:
-            drain_s = self._num_waiting_tokens / self._tokens_per_s
+            drain_s = self._drain.seconds(self._num_waiting_tokens)
             raise QueueFull(
                 f"request {request.request_id}: {len(self._waiting)} requests are waiting, "
                 f"max_waiting is {self._config.max_waiting}; at the present speed they take {drain_s:.0f} s",
@@ -135,7 +109,7 @@ class Scheduler:
         """
         assert len(self._in_flight) < self._config.max_plans_in_flight, f"{len(self._in_flight)} plans are in flight"
         self._edits = [edit for edit in self._edits if edit.seq_id in self._live_by_seq]
-        step = StepBuilder(self._kv, self._next_step_id, self._edits, self._resizes)
+        step = StepBuilder(self._kv, self._in_flight.next_step_id, self._edits, self._resizes)
         prefilling = self._plan_decodes(step)
         budget = self._config.max_num_batched_tokens - len(step.slices)
         budget = self._plan_prefills(prefilling, budget, step)
@@ -143,18 +117,9 @@ class Scheduler:
             self._admit(budget, step, now_s)
         if not step.slices:
             return None
-        self._next_step_id += 1
         step.edits = [edit for edit in self._edits if edit.seq_id not in self._released_seq_ids]
         plan = step.finish(self._released_seq_ids)
-        self._in_flight.append(
-            _PlanInFlight(
-                step.step_id,
-                num_samples=sum(s.samples for s in plan.slices),
-                num_tokens=sum(s.num_tokens for s in plan.slices),
-                ends=tuple((s.seq_id, s.start + s.num_tokens) for s in plan.slices),
-                checkpoints=tuple(step.checkpoints),
-            )
-        )
+        self._in_flight.push(plan, tuple(step.checkpoints))
         self._released_seq_ids.clear()
         self._edits.clear()
         self._resizes.clear()
@@ -166,9 +131,14 @@ class Scheduler:
         The result of a plan that `worker_lost` forgot changes nothing. Raises ProtocolError if the result cannot be
         that of the plan; the worker is then to be restarted and reported by `worker_lost`.
         """
-        if result.step_id < self._first_step_id:
+        plan = self._in_flight.take(result)
+        if plan is None:
             return []
-        plan = self._match_plan(result)
+        # The stop token came in an earlier result; ending the request undid all that was assumed of this row.
+        for seq_id in result.skipped_seq_ids:
+            if seq_id in self._live_by_seq:
+                raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
+        self._drain.step_ran(plan.num_tokens, result.run_s)
         # Before the tokens: a request that ends here leaves its blocks findable.
         self._confirm(plan, result)
         updates: list[Update] = []
@@ -186,15 +156,15 @@ class Scheduler:
             self._num_waiting_tokens += live.cost_tokens
         self._running.clear()
         for live in self._waiting:
+            live.num_run = max(live.num_run, live.num_planned)
             live.num_planned = live.num_processed = 0
             live.num_ahead = len(live.token_ids)
             live.computed = None
         self._live_by_seq.clear()
-        self._in_flight.clear()
+        self._in_flight.forget()
         self._released_seq_ids.clear()
         self._edits.clear()
         self._resizes.clear()
-        self._first_step_id = self._next_step_id
         self._kv.reset()
 
     @property
@@ -246,13 +216,11 @@ class Scheduler:
 
     def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
-        prefilling: list[LiveRequest] = []
         block_size = self._kv.layout.block_size if self._kv.has_states else 0
-        for live in list(self._running):
+        # Highest first: its row spares a request, and where windows move on it may never need a block again.
+        for live in sorted(self._running, key=lambda each: -each.priority):
             start = live.num_planned
-            if start + 1 != live.num_ahead or not live.is_running:
-                prefilling.append(live)
-            elif live.num_ahead < live.max_length:
+            if live.is_running and start + 1 == live.num_ahead < live.max_length:
                 new_blocks = self._allocate(live, start + 1, step)
                 if new_blocks is not None:
                     live.num_planned = start + 1
@@ -260,8 +228,8 @@ class Scheduler:
                     live.last_step_id = step.step_id
                     step.slices.append(Slice(live.seq_id, start, 1, True, new_blocks))
                     if block_size and start % block_size == 0:
-                        step.checkpoint(live, start, is_point=start in live.stops)
-        return prefilling
+                        step.checkpoint(live, start, live.stops.get(start, PointKind.TURN_END))
+        return [live for live in self._running if live.num_planned + 1 != live.num_ahead]
 
     def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step: StepBuilder) -> int:
         """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
@@ -286,9 +254,9 @@ class Scheduler:
         live.last_step_id = step.step_id
         step.slices.append(Slice(live.seq_id, start, num_tokens, samples, new_blocks))
         if start in live.stops:
-            step.checkpoint(live, start, is_point=True)
+            step.checkpoint(live, start, live.stops[start])
         elif self._kv.has_states and start >= live.kept_at + _CHECKPOINT_EVERY:
-            step.checkpoint(live, start, is_point=True, may_evict=False)
+            step.checkpoint(live, start, PointKind.INTERVAL)
         return num_tokens
 
     def _allocate(self, live: LiveRequest, num_tokens: int, step: StepBuilder) -> GroupBlocks | None:
@@ -314,6 +282,7 @@ class Scheduler:
         """Take back a request's blocks; its tokens stay, and what is cached of it often does too."""
         self._running.remove(live)
         self._stop(live, is_settled=self._is_settled(live))
+        live.num_run = max(live.num_run, live.num_planned)
         live.num_planned = live.num_processed = 0
         live.computed = None
         self._waiting.push_front(live)
@@ -333,7 +302,7 @@ class Scheduler:
         for live in self._waiting.candidates():
             if budget <= 0 or len(self._running) >= self._config.max_num_seqs or num_passed_over > _MAX_PASSED_OVER:
                 return
-            if self._in_flight and live.last_step_id >= self._in_flight[0].step_id:
+            if not self._is_settled(live):
                 return  # Preempted, and a plan in flight still brings a token of it.
             computed = self._look_up(live)
             if self._waits_for_sibling(live, computed, self._running):
@@ -373,7 +342,7 @@ class Scheduler:
         self._live_by_seq[live.seq_id] = live
         points = points_of(live, computed, self._kv.layout.block_size)
         step.start(live, computed, points, now_s)
-        live.stops = {point for point in points if point > computed.num_tokens} if self._kv.has_states else set()
+        live.stops = {at: why for at, why in points.items() if at > computed.num_tokens} if self._kv.has_states else {}
         live.num_planned = live.num_processed = live.kept_at = computed.num_tokens
         live.is_running = True
         live.computed = None
@@ -384,35 +353,15 @@ class Scheduler:
             self._num_queried_tokens += len(live.token_ids)
             self._num_cached_tokens += computed.num_tokens
 
-    def _match_plan(self, result: StepResult) -> _PlanInFlight:
-        """Take the plan off the list if the result fits it."""
-        expected = self._in_flight[0] if self._in_flight else None
-        if expected is None or expected.step_id != result.step_id:
-            raise ProtocolError(f"got the result of step {result.step_id}, expected {expected and expected.step_id}")
-        # A row is skipped only after a stop token, so it would have sampled.
-        num_answers = len(result.sampled) + len(result.skipped_seq_ids)
-        if num_answers != expected.num_samples:
-            raise ProtocolError(
-                f"step {result.step_id} sampled {len(result.sampled)} tokens and skipped "
-                f"{len(result.skipped_seq_ids)} rows, expected {expected.num_samples} in sum"
-            )
-        # The stop token came in an earlier result; ending the request undid all that was assumed of this row.
-        for seq_id in result.skipped_seq_ids:
-            if seq_id in self._live_by_seq:
-                raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
-        if result.run_s > 0:
-            self._tokens_per_s += _SPEED_GAIN * (expected.num_tokens / result.run_s - self._tokens_per_s)
-        return self._in_flight.popleft()
-
-    def _confirm(self, plan: _PlanInFlight, result: StepResult) -> None:
+    def _confirm(self, plan: PlanInFlight, result: StepResult) -> None:
         """What the plan computed is computed: states kept, blocks filled, rows run."""
         for checkpoint in plan.checkpoints:
             if checkpoint.seq_id in self._live_by_seq:
-                self._kv.confirm_checkpoint(checkpoint.seq_id, checkpoint.num_tokens, is_point=checkpoint.is_point)
+                self._kv.confirm_checkpoint(checkpoint.seq_id, checkpoint.num_tokens)
         for seq_id, first_index, hashes in runs_of(result.filled_blocks):
             live = self._live_by_seq.get(seq_id)
             if live is not None:
-                self._extend_chain(live, first_index, hashes)
+                live.extend_chain(first_index, hashes)
                 if live.is_running and live.seq_id == seq_id:
                     self._check_order(seq_id, first_index)
                 self._edits += self._kv.register(seq_id, first_index, hashes)
@@ -425,17 +374,6 @@ class Scheduler:
         num_registered = self._kv.num_registered_blocks(seq_id)
         if first_index > num_registered and self._kv.is_caching:
             raise ProtocolError(f"sequence {seq_id}: block {first_index} was reported, block {num_registered} was not")
-
-    def _extend_chain(self, live: LiveRequest, first_index: int, hashes: bytes) -> None:
-        """Append to the request's hashes what it did not know, and compare the rest."""
-        at = first_index * HASH_BYTES
-        known = bytes(live.hashes[at : at + len(hashes)])
-        if at > len(live.hashes) or hashes[: len(known)] != known:
-            raise ProtocolError(
-                f"request {live.request.request_id}: blocks from {first_index} on were reported as {hashes.hex()}, "
-                f"known are {len(live.hashes) // HASH_BYTES} blocks, there {known.hex()}"
-            )
-        live.hashes += hashes[len(known) :]
 
     def _accept(self, live: LiveRequest, sampled: Sampled) -> Update:
         """Append a token. Valid for a preempted request too: the step ran while the blocks were still its own."""
@@ -456,7 +394,7 @@ class Scheduler:
 
     def _is_settled(self, live: LiveRequest) -> bool:
         """Whether no plan in flight has a row of it."""
-        return not self._in_flight or live.last_step_id < self._in_flight[0].step_id
+        return live.last_step_id < self._in_flight.first_step_id
 
     def _drop(self, live: LiveRequest, *, is_settled: bool) -> None:
         """Forget a request that has ended, wherever it is."""
@@ -469,7 +407,9 @@ class Scheduler:
             self._waiting.remove(live)
             self._num_waiting_tokens -= live.cost_tokens
         if live.queue_s is not None:
-            num_used = len(live.token_ids) - live.num_cached_tokens
+            # The newest token was sampled and not run.
+            num_used = max(live.num_run, live.num_planned) - live.num_cached_tokens
+            self._drain.request_ended(num_used, live.cost_tokens)
             self._waiting.charge(live.tenant, num_used - live.cost_tokens, priority=live.priority, weight=live.weight)
 
     def _stop(self, live: LiveRequest, *, is_settled: bool) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from cluster.kv.hashing import HASH_BYTES
+from cluster.kv.points import PointKind
 from cluster.kv.sequence import ComputedBlocks
 from cluster.scheduling.live import LiveRequest
 
@@ -39,7 +40,7 @@ def waits_for_state(
             continue
         parting = _num_common(live, other, (len(live.token_ids) - 1) // block_size) * block_size
         if parting > other.num_planned:
-            other.stops.add(parting)
+            other.stops[parting] = PointKind.PARTING
         # A state is kept by the plan after the one that reaches it.
         if any(max(computed.num_tokens, other.num_processed - 1) < stop <= parting for stop in other.stops):
             return True

@@ -4,10 +4,12 @@ Making room may move blocks between pools, and then whatever the plan holds alre
 every call that may do so goes through here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.memory import PoolResize
+from cluster.kv.points import PointKind
 from cluster.kv.sequence import BlockCopy, ComputedBlocks, GroupBlocks, StartedBlocks, TableEdit
 from cluster.scheduling.live import LiveRequest
 from cluster.scheduling.plan import NewSequence, Slice, StepPlan
@@ -15,11 +17,10 @@ from cluster.scheduling.plan import NewSequence, Slice, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A state kept by this plan: of the sequence, after so many tokens; a resume point or just its newest."""
+    """A state kept by this plan: of the sequence, after so many tokens."""
 
     seq_id: int
     num_tokens: int
-    is_point: bool
 
 
 class StepBuilder:
@@ -43,7 +44,7 @@ class StepBuilder:
         self._follow_moves()
         return blocks
 
-    def start(self, live: LiveRequest, computed: ComputedBlocks, points: set[int], now_s: float) -> None:
+    def start(self, live: LiveRequest, computed: ComputedBlocks, points: Mapping[int, PointKind], now_s: float) -> None:
         """Open the sequence and tell the worker of it."""
         request = live.request
         started = self._kv.start(
@@ -69,17 +70,17 @@ class StepBuilder:
             )
         )
 
-    def checkpoint(self, live: LiveRequest, num_tokens: int, *, is_point: bool, may_evict: bool = True) -> None:
+    def checkpoint(self, live: LiveRequest, num_tokens: int, kind: PointKind) -> None:
         """Keep the state that the sequence has before its row of this plan, if there is memory for it.
 
         Only after the row is part of the plan: a request without one may still be preempted by it.
         """
-        copies = self._kv.checkpoint(live.seq_id, num_tokens, may_evict=may_evict)
+        copies = self._kv.checkpoint(live.seq_id, num_tokens, kind)
         self._follow_moves()
         if copies:
             live.kept_at = num_tokens
             self._copies += copies
-            self.checkpoints.append(Checkpoint(live.seq_id, num_tokens, is_point))
+            self.checkpoints.append(Checkpoint(live.seq_id, num_tokens))
 
     def finish(self, released_seq_ids: list[int]) -> StepPlan:
         """The plan."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequest
+from cluster.handling import Handling
 from cluster.openai_requests import parse_body, parse_common, parse_messages, parse_prompt
 
 JSON = st.recursive(
@@ -81,6 +82,10 @@ def test_all_of_a_request_is_understood():
         "stream_options": {"include_usage": True},
         "logprobs": True,
         "top_logprobs": 2,
+        "tenant": "research",
+        "priority": -3,
+        "retention_priority": 2,
+        "pin_s": 60,
     }
     common = parse_common(parse_body(json.dumps(body).encode()), is_chat=True)
     sampling = common.sampling
@@ -88,6 +93,7 @@ def test_all_of_a_request_is_understood():
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0.5, 4, 0.1)
     assert (sampling.seed, sampling.max_tokens, sampling.stop, sampling.stop_token_ids) == (9, 6, ("x",), (3,))
     assert (sampling.ignore_eos, sampling.num_top_logprobs) == (True, 2)
+    assert common.handling == Handling("research", -3, 2, 60.0)
 
 
 def test_content_parts_are_joined_and_other_parts_refused():

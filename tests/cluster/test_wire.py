@@ -50,6 +50,11 @@ ROOT = BlockHash(b"r" * 16)
         sampling=SAMPLING,
         stop_token_ids=TOKENS,
         boundaries=TOKENS,
+        tenant=st.text(max_size=20),
+        tenant_weight=st.floats(0.01, 100.0),
+        priority=st.integers(-100, 100),
+        retention_priority=st.integers(-8, 8),
+        pin_s=st.floats(0.0, 1e6),
     )
 )
 def test_a_request_arrives_as_it_was_sent(request):

@@ -24,47 +24,51 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotos/cidery/v1/admin.proto\x12\tcidery.v1\"N\n\x04Load\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cnum_decoding\x18\x03 \x01(\r\"h\n\x06\x42locks\x12\x11\n\tnum_total\x18\x01 \x01(\r\x12\x10\n\x08num_used\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"\xd3\x01\n\nScheduling\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_worker_restarts\x18\x08 \x01(\r\"\xa2\x02\n\x03Mac\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.cidery.v1.Load\x12!\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x11.cidery.v1.Blocks\x12)\n\nscheduling\x18\x08 \x01(\x0b\x32\x15.cidery.v1.Scheduling\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x1b\n\x13worker_memory_bytes\x18\n \x01(\x04\x12\x12\n\nworker_pid\x18\x0b \x01(\r\"\x11\n\x0fGetFleetRequest\"0\n\x10GetFleetResponse\x12\x1c\n\x04macs\x18\x01 \x03(\x0b\x32\x0e.cidery.v1.Mac\"\x11\n\x0fGetIndexRequest\"r\n\x08MacIndex\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08next_seq\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_events\x18\x05 \x01(\x04\x12\x10\n\x08num_gaps\x18\x06 \x01(\x04\"G\n\x10GetIndexResponse\x12\x10\n\x08num_keys\x18\x01 \x01(\r\x12!\n\x04macs\x18\x02 \x03(\x0b\x32\x13.cidery.v1.MacIndex\"P\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\t\n\x07subject\"\xa8\x01\n\tCandidate\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\t\"\x8a\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12(\n\ncandidates\x18\x05 \x03(\x0b\x32\x14.cidery.v1.Candidate\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\",\n\rDrainResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x1c\n\rResumeRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\"-\n\x0eResumeResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac*~\n\x08MacState\x12\x19\n\x15MAC_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MAC_STATE_STARTING\x10\x01\x12\x13\n\x0fMAC_STATE_READY\x10\x02\x12\x16\n\x12MAC_STATE_DRAINING\x10\x03\x12\x12\n\x0eMAC_STATE_LOST\x10\x04\x32\xd5\x02\n\x0c\x41\x64minService\x12\x43\n\x08GetFleet\x12\x1a.cidery.v1.GetFleetRequest\x1a\x1b.cidery.v1.GetFleetResponse\x12\x43\n\x08GetIndex\x12\x1a.cidery.v1.GetIndexRequest\x1a\x1b.cidery.v1.GetIndexResponse\x12@\n\x07\x45xplain\x12\x19.cidery.v1.ExplainRequest\x1a\x1a.cidery.v1.ExplainResponse\x12:\n\x05\x44rain\x12\x17.cidery.v1.DrainRequest\x1a\x18.cidery.v1.DrainResponse\x12=\n\x06Resume\x12\x18.cidery.v1.ResumeRequest\x1a\x19.cidery.v1.ResumeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotos/cidery/v1/admin.proto\x12\tcidery.v1\"N\n\x04Load\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cnum_decoding\x18\x03 \x01(\r\"h\n\x06\x42locks\x12\x11\n\tnum_total\x18\x01 \x01(\r\x12\x10\n\x08num_used\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"\xd3\x01\n\nScheduling\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_worker_restarts\x18\x08 \x01(\r\"\xe3\x01\n\x07KVGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12num_queried_tokens\x18\x04 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bnum_limited\x18\x06 \x01(\x04\x12\x1f\n\x17num_evicted_left_behind\x18\x07 \x01(\x04\x12\x1a\n\x12num_evicted_ranked\x18\x08 \x01(\x04\x12\x1c\n\x14num_evicted_orphaned\x18\t \x01(\x04\"\x87\x01\n\x07KVCache\x12\x18\n\x10referenced_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.cidery.v1.KVGroup\"\xc8\x02\n\x03Mac\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.cidery.v1.Load\x12!\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x11.cidery.v1.Blocks\x12)\n\nscheduling\x18\x08 \x01(\x0b\x32\x15.cidery.v1.Scheduling\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x1b\n\x13worker_memory_bytes\x18\n \x01(\x04\x12\x12\n\nworker_pid\x18\x0b \x01(\r\x12$\n\x08kv_cache\x18\x0c \x01(\x0b\x32\x12.cidery.v1.KVCache\"\x11\n\x0fGetFleetRequest\"0\n\x10GetFleetResponse\x12\x1c\n\x04macs\x18\x01 \x03(\x0b\x32\x0e.cidery.v1.Mac\"\x11\n\x0fGetIndexRequest\"r\n\x08MacIndex\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08next_seq\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_events\x18\x05 \x01(\x04\x12\x10\n\x08num_gaps\x18\x06 \x01(\x04\"G\n\x10GetIndexResponse\x12\x10\n\x08num_keys\x18\x01 \x01(\r\x12!\n\x04macs\x18\x02 \x03(\x0b\x32\x13.cidery.v1.MacIndex\"P\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\t\n\x07subject\"\xa8\x01\n\tCandidate\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\t\"\x8a\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12(\n\ncandidates\x18\x05 \x03(\x0b\x32\x14.cidery.v1.Candidate\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\",\n\rDrainResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x1c\n\rResumeRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\"-\n\x0eResumeResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac*~\n\x08MacState\x12\x19\n\x15MAC_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MAC_STATE_STARTING\x10\x01\x12\x13\n\x0fMAC_STATE_READY\x10\x02\x12\x16\n\x12MAC_STATE_DRAINING\x10\x03\x12\x12\n\x0eMAC_STATE_LOST\x10\x04\x32\xd5\x02\n\x0c\x41\x64minService\x12\x43\n\x08GetFleet\x12\x1a.cidery.v1.GetFleetRequest\x1a\x1b.cidery.v1.GetFleetResponse\x12\x43\n\x08GetIndex\x12\x1a.cidery.v1.GetIndexRequest\x1a\x1b.cidery.v1.GetIndexResponse\x12@\n\x07\x45xplain\x12\x19.cidery.v1.ExplainRequest\x1a\x1a.cidery.v1.ExplainResponse\x12:\n\x05\x44rain\x12\x17.cidery.v1.DrainRequest\x1a\x18.cidery.v1.DrainResponse\x12=\n\x06Resume\x12\x18.cidery.v1.ResumeRequest\x1a\x19.cidery.v1.ResumeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cidery.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MACSTATE']._serialized_start=1559
-  _globals['_MACSTATE']._serialized_end=1685
+  _globals['_MACSTATE']._serialized_start=1965
+  _globals['_MACSTATE']._serialized_end=2091
   _globals['_LOAD']._serialized_start=43
   _globals['_LOAD']._serialized_end=121
   _globals['_BLOCKS']._serialized_start=123
   _globals['_BLOCKS']._serialized_end=227
   _globals['_SCHEDULING']._serialized_start=230
   _globals['_SCHEDULING']._serialized_end=441
-  _globals['_MAC']._serialized_start=444
-  _globals['_MAC']._serialized_end=734
-  _globals['_GETFLEETREQUEST']._serialized_start=736
-  _globals['_GETFLEETREQUEST']._serialized_end=753
-  _globals['_GETFLEETRESPONSE']._serialized_start=755
-  _globals['_GETFLEETRESPONSE']._serialized_end=803
-  _globals['_GETINDEXREQUEST']._serialized_start=805
-  _globals['_GETINDEXREQUEST']._serialized_end=822
-  _globals['_MACINDEX']._serialized_start=824
-  _globals['_MACINDEX']._serialized_end=938
-  _globals['_GETINDEXRESPONSE']._serialized_start=940
-  _globals['_GETINDEXRESPONSE']._serialized_end=1011
-  _globals['_EXPLAINREQUEST']._serialized_start=1013
-  _globals['_EXPLAINREQUEST']._serialized_end=1093
-  _globals['_CANDIDATE']._serialized_start=1096
-  _globals['_CANDIDATE']._serialized_end=1264
-  _globals['_EXPLAINRESPONSE']._serialized_start=1267
-  _globals['_EXPLAINRESPONSE']._serialized_end=1405
-  _globals['_DRAINREQUEST']._serialized_start=1407
-  _globals['_DRAINREQUEST']._serialized_end=1434
-  _globals['_DRAINRESPONSE']._serialized_start=1436
-  _globals['_DRAINRESPONSE']._serialized_end=1480
-  _globals['_RESUMEREQUEST']._serialized_start=1482
-  _globals['_RESUMEREQUEST']._serialized_end=1510
-  _globals['_RESUMERESPONSE']._serialized_start=1512
-  _globals['_RESUMERESPONSE']._serialized_end=1557
-  _globals['_ADMINSERVICE']._serialized_start=1688
-  _globals['_ADMINSERVICE']._serialized_end=2029
+  _globals['_KVGROUP']._serialized_start=444
+  _globals['_KVGROUP']._serialized_end=671
+  _globals['_KVCACHE']._serialized_start=674
+  _globals['_KVCACHE']._serialized_end=809
+  _globals['_MAC']._serialized_start=812
+  _globals['_MAC']._serialized_end=1140
+  _globals['_GETFLEETREQUEST']._serialized_start=1142
+  _globals['_GETFLEETREQUEST']._serialized_end=1159
+  _globals['_GETFLEETRESPONSE']._serialized_start=1161
+  _globals['_GETFLEETRESPONSE']._serialized_end=1209
+  _globals['_GETINDEXREQUEST']._serialized_start=1211
+  _globals['_GETINDEXREQUEST']._serialized_end=1228
+  _globals['_MACINDEX']._serialized_start=1230
+  _globals['_MACINDEX']._serialized_end=1344
+  _globals['_GETINDEXRESPONSE']._serialized_start=1346
+  _globals['_GETINDEXRESPONSE']._serialized_end=1417
+  _globals['_EXPLAINREQUEST']._serialized_start=1419
+  _globals['_EXPLAINREQUEST']._serialized_end=1499
+  _globals['_CANDIDATE']._serialized_start=1502
+  _globals['_CANDIDATE']._serialized_end=1670
+  _globals['_EXPLAINRESPONSE']._serialized_start=1673
+  _globals['_EXPLAINRESPONSE']._serialized_end=1811
+  _globals['_DRAINREQUEST']._serialized_start=1813
+  _globals['_DRAINREQUEST']._serialized_end=1840
+  _globals['_DRAINRESPONSE']._serialized_start=1842
+  _globals['_DRAINRESPONSE']._serialized_end=1886
+  _globals['_RESUMEREQUEST']._serialized_start=1888
+  _globals['_RESUMEREQUEST']._serialized_end=1916
+  _globals['_RESUMERESPONSE']._serialized_start=1918
+  _globals['_RESUMERESPONSE']._serialized_end=1963
+  _globals['_ADMINSERVICE']._serialized_start=2094
+  _globals['_ADMINSERVICE']._serialized_end=2435
 # @@protoc_insertion_point(module_scope)

@@ -64,8 +64,44 @@ class Scheduling(_message.Message):
     num_worker_restarts: int
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_worker_restarts: _Optional[int] = ...) -> None: ...
 
+class KVGroup(_message.Message):
+    __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIMITED_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_RANKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_ORPHANED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    num_layers: int
+    page_bytes: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_limited: int
+    num_evicted_left_behind: int
+    num_evicted_ranked: int
+    num_evicted_orphaned: int
+    def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_evicted_left_behind: _Optional[int] = ..., num_evicted_ranked: _Optional[int] = ..., num_evicted_orphaned: _Optional[int] = ...) -> None: ...
+
+class KVCache(_message.Message):
+    __slots__ = ("referenced_bytes", "cached_bytes", "free_bytes", "pinned_bytes", "groups")
+    REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    referenced_bytes: int
+    cached_bytes: int
+    free_bytes: int
+    pinned_bytes: int
+    groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
+    def __init__(self, referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+
 class Mac(_message.Message):
-    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid")
+    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "kv_cache")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +113,7 @@ class Mac(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     WORKER_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORKER_PID_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: MacState
     model: str
@@ -88,7 +125,8 @@ class Mac(_message.Message):
     prefill_tokens_per_s: float
     worker_memory_bytes: int
     worker_pid: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ...) -> None: ...
+    kv_cache: KVCache
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ..., kv_cache: _Optional[_Union[KVCache, _Mapping]] = ...) -> None: ...
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()

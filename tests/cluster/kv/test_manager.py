@@ -7,6 +7,7 @@ from cluster.kv.hashing import hash_blocks, join_hashes, root_hash
 from cluster.kv.layout import KVGroup, KVLayout, KVPool
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
+from cluster.kv.points import PointKind
 from cluster.kv.spec import FullAttentionSpec, KVFormat, RecurrentStateSpec, SlidingWindowSpec, StateTensor
 
 SIZE = 16
@@ -24,11 +25,11 @@ def chain(tokens):
     return join_hashes(hash_blocks(ROOT, tokens, SIZE))
 
 
-def kv_of(specs, num_blocks, **options):
+def kv_of(specs, num_blocks, policy="value", **options):
     """A ledger with a budget of so many blocks of the first group."""
     page = SIZE * FULL.token_bytes
     layout = plan_layout(specs, kv_budget_bytes=num_blocks * page, max_model_len=64, block_size=SIZE, **options)
-    return KVCacheManager(layout)
+    return KVCacheManager(layout, policy=policy)
 
 
 class Session:
@@ -49,7 +50,10 @@ class Session:
         assert kv.can_allocate(computed, len(prompt))
         self.num_started += 1
         seq_id = self.num_started
-        stops = {p // SIZE * SIZE for p in (*points, len(prompt), computed.num_matched_tokens)}
+        stops = {p // SIZE * SIZE: PointKind.HEAD for p in points}
+        stops |= {len(prompt) // SIZE * SIZE: PointKind.PROMPT_END}
+        if computed.parts(SIZE):
+            stops |= {computed.num_matched_tokens // SIZE * SIZE: PointKind.PARTING}
         kv.start(seq_id, computed, chain(prompt), points=stops)
         kv.release_sources()
         position = computed.num_tokens
@@ -59,8 +63,8 @@ class Session:
             end = min(end, len(prompt) if position < len(prompt) else (position // SIZE + 1) * SIZE)
             assert kv.allocate(seq_id, end, position) is not None
             if kv.has_states and position % SIZE == 0 and position:
-                kv.checkpoint(seq_id, position)
-                kv.confirm_checkpoint(seq_id, position, is_point=position in stops)
+                kv.checkpoint(seq_id, position, stops.get(position, PointKind.TURN_END))
+                kv.confirm_checkpoint(seq_id, position)
             first, last = position // SIZE, end // SIZE
             kv.register(seq_id, first, chain(whole)[first * 16 : last * 16])
             position = end
@@ -128,6 +132,27 @@ class TestReportedWeaknesses:
         kv.allocate(1, 12)
         assert kv.used_bytes == 3 * SIZE * FULL.token_bytes + STATE.state_bytes
 
+    @pytest.mark.parametrize("is_confirmed", [True, False])
+    def test_a_sequence_that_fits_is_not_stopped_by_its_own_checkpoints(self, is_confirmed):
+        """Memory for just one sequence of 500 tokens: its states on the way take only what it does not need itself."""
+        specs = [SlidingWindowSpec(1, 8, window=256), STATE]
+        ample = plan_layout(specs, kv_budget_bytes=10**8, max_model_len=500, block_size=SIZE)
+        budget = ample.bytes_for(500) + ample.budget_bytes - ample.usable_bytes
+        kv = KVCacheManager(plan_layout(specs, kv_budget_bytes=budget, max_model_len=500, block_size=SIZE))
+        kv.start(1, kv.get_computed_blocks(b"", 499), chain(tokens_of(0, 499)))
+        num_kept = 0
+        for position in range(0, 480, SIZE):
+            assert kv.allocate(1, position + SIZE, position) is not None
+            if position:
+                num_kept += bool(kv.checkpoint(1, position, PointKind.TURN_END))
+                if is_confirmed:
+                    kv.confirm_checkpoint(1, position)
+            kv.register(1, position // SIZE, chain(tokens_of(0, position + SIZE))[position:])
+            kv.check()
+        assert num_kept > 0
+        kv.free(1, 480)
+        assert kv.used_bytes == 0
+
     def test_copies_of_one_content_are_not_kept(self):
         kv = kv_of([FULL], 100)
         tokens = tokens_of(0, 33)
@@ -158,6 +183,18 @@ class TestReportedWeaknesses:
         session.run(tokens_of(500, 97))
         removed = [e for e in kv.take_events() if isinstance(e, BlocksRemoved)]
         assert b"".join(e.hashes for e in removed).count(chain(tokens_of(0, 33))[16:32]) == 1
+
+
+class TestCounts:
+    def test_blocks_are_free_or_used(self):
+        kv = kv_of([FULL, STATE], 1000)
+        num_blocks = kv.num_blocks
+        assert (kv.num_free_blocks, kv.num_used_blocks, kv.usage) == (num_blocks, 0, 0.0)
+        kv.start(1, kv.get_computed_blocks(b"", 33), chain(tokens_of(0, 33)))
+        kv.allocate(1, 33)
+        assert (kv.num_free_blocks, kv.num_used_blocks) == (num_blocks - 4, 4)
+        assert kv.usage == kv.used_bytes / kv.layout.usable_bytes > 0
+        assert kv.block_bytes == SIZE * FULL.token_bytes
 
 
 class TestEvents:
@@ -196,7 +233,8 @@ class TestLookup:
         found = session.lookup([*tokens_of(0, 300), 7])
         assert (found.num_tokens, found.num_matched_tokens, found.limited_by) == (0, 288, 1)
         assert session.lookup(tokens_of(900, 50)).limited_by == 0
-        assert kv.group_counts[1].num_limited == 0, "a look-up alone is not counted"
+        assert found.group_hits == (288, 0)
+        assert kv.stats().groups[1].num_limited == 0, "a look-up alone is not counted"
 
     @pytest.mark.parametrize("num_tokens", [1, 15, 16])
     def test_a_prompt_of_at_most_a_block_finds_nothing_in_an_empty_cache(self, num_tokens):
@@ -208,8 +246,8 @@ class TestLookup:
         kv.start(1, kv.get_computed_blocks(b"", 48), b"")
         kv.allocate(1, 48)
         assert kv.register(1, 0, chain(tokens_of(0, 48))) == []
-        assert kv.checkpoint(1, 48) == ()
-        kv.confirm_checkpoint(1, 48, is_point=True)
+        assert kv.checkpoint(1, 48, PointKind.HEAD) == ()
+        kv.confirm_checkpoint(1, 48)
         found = kv.get_computed_blocks(chain(tokens_of(0, 48)), 48)
         assert kv.is_current(found, b"")
         assert found.num_tokens == 0
@@ -223,8 +261,8 @@ class TestLookup:
 
 
 class TestPins:
-    def pin(self, kv, until_s):
-        tokens = tokens_of(0, 161)
+    def pin(self, kv, until_s, number=0):
+        tokens = tokens_of(100_000 * number, 161)
         kv.start(99, kv.get_computed_blocks(b"", 161), chain(tokens), pinned_until_s=until_s)
         kv.allocate(99, 161)
         kv.register(99, 0, chain(tokens))
@@ -241,6 +279,25 @@ class TestPins:
         for number in range(1, 9):
             self.other(session, number)
         assert session.lookup([*tokens, 1]).num_tokens == 160
+
+    def test_pins_hold_half_of_the_memory_at_most(self):
+        """What ends last holds; the rest is as good as not pinned."""
+        kv = kv_of([FULL], 42, policy="lru")
+        session = Session(kv)
+        pinned = [self.pin(kv, until_s, number) for number, until_s in enumerate((90.0, 50.0, 70.0), start=20)]
+        for number in range(1, 9):
+            self.other(session, number)
+        assert [session.lookup([*tokens, 1]).num_tokens for tokens in pinned] == [160, 0, 160]
+
+    def test_a_pin_ends_by_itself(self):
+        kv = kv_of([FULL], 42, policy="lru")
+        session = Session(kv)
+        tokens = self.pin(kv, 50.0)
+        kv.start(98, kv.get_computed_blocks(b"", 16), now_s=51.0)
+        kv.free(98)
+        for number in range(1, 9):
+            self.other(session, number)
+        assert session.lookup([*tokens, 1]).num_tokens == 0
 
     def test_a_pin_makes_nobody_fail(self):
         kv = kv_of([FULL], 12)
@@ -263,3 +320,71 @@ def test_what_a_split_leaves_in_one_pool_another_can_have():
     assert (shrunk.pool_id, grown.pool_id) == (1, 0)
     assert shrunk.num_blocks * 8192 + grown.num_blocks * 512 <= layout.budget_bytes
     kv.check()
+
+
+class TestMovedBlocks:
+    """Pages of 512 and 8,192 bytes; the boundary moves over blocks that somebody holds."""
+
+    def ledger(self, num_blocks, num_states):
+        groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
+        pools = (KVPool(0, 512, (0,), num_blocks), KVPool(1, 8192, (1,), num_states))
+        return KVCacheManager(KVLayout(SIZE, groups, pools, 512 * num_blocks + 8192 * num_states, 4096))
+
+    def begin(self, kv, seq_id, num_tokens, num_registered=0):
+        tokens = tokens_of(10_000 * seq_id, num_tokens)
+        kv.start(seq_id, kv.get_computed_blocks(chain(tokens), num_tokens), chain(tokens))
+        assert kv.allocate(seq_id, num_tokens) is not None
+        kv.register(seq_id, 0, chain(tokens)[: num_registered * 16])
+        return tokens
+
+    def move(self, kv, needs):
+        """Returns the moves of the pool that gives."""
+        coordinator = kv._coordinator
+        coordinator._follow(coordinator.pools.rebalance(needs))
+        kv.check()
+        return dict(kv.take_resizes()[0].moves)
+
+    def test_tables_and_cached_content_follow(self):
+        kv = self.ledger(40, 4)
+        self.begin(kv, 1, 300)
+        tokens = self.begin(kv, 2, 320, num_registered=20)
+        before = kv.block_tables(2)[0]
+        assert before == tuple(range(20, 40))
+        kv.free(1)
+        moves = self.move(kv, [0, 3])
+        assert set(moves) == set(range(24, 40))
+        assert kv.block_tables(2)[0] == tuple(moves.get(block_id, block_id) for block_id in before)
+        kv.free(2, 320)
+        kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 321), chain([*tokens, 1]))
+        assert kv.block_tables(3)[0] == tuple(moves.get(block_id, block_id) for block_id in before)
+
+    def test_checkpoints_that_are_under_way_follow(self):
+        kv = self.ledger(8, 6)
+        self.begin(kv, 1, 16)
+        tokens = self.begin(kv, 2, 32, num_registered=2)
+        (copy,) = kv.checkpoint(2, 32, PointKind.HEAD)
+        assert (copy.source, copy.target) == (2, 3)
+        kv.free(1)
+        moves = self.move(kv, [kv._coordinator.pools[0].num_empty + 3 * 16, 0])
+        assert moves == {3: 1}
+        kv.confirm_checkpoint(2, 32)
+        kv.check()
+        started = kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 33), chain([*tokens, 1]))
+        assert [c.source for c in started.copies] == [1]
+
+    def test_blocks_that_are_to_be_copied_follow(self):
+        """The state that a new sequence goes on from moves before the plan is complete."""
+        kv = self.ledger(8, 6)
+        self.begin(kv, 1, 16)
+        tokens = self.begin(kv, 2, 32, num_registered=2)
+        kv.free(1)
+        kv.free(2, 32)
+        self.begin(kv, 4, 16)
+        kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 33), chain([*tokens, 1]))
+        kv.free(4)
+        moves = self.move(kv, [kv._coordinator.pools[0].num_empty + 3 * 16, 0])
+        assert moves
+        kv.release_sources()
+        kv.free(3, 32)
+        kv.check()
+        assert kv.used_bytes == 0

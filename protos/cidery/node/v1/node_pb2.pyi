@@ -1,3 +1,4 @@
+from protos.cidery.v1 import handling_pb2 as _handling_pb2
 from protos.cidery.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -16,7 +17,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "block_hashes", "sampling", "boundaries", "root_hash")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "block_hashes", "sampling", "boundaries", "root_hash", "handling", "tenant_weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +25,8 @@ class Open(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
     ROOT_HASH_FIELD_NUMBER: _ClassVar[int]
+    HANDLING_FIELD_NUMBER: _ClassVar[int]
+    TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -31,7 +34,9 @@ class Open(_message.Message):
     sampling: _sampling_pb2.SamplingParams
     boundaries: _containers.RepeatedScalarFieldContainer[int]
     root_hash: bytes
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., boundaries: _Optional[_Iterable[int]] = ..., root_hash: _Optional[bytes] = ...) -> None: ...
+    handling: _handling_pb2.Handling
+    tenant_weight: float
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., boundaries: _Optional[_Iterable[int]] = ..., root_hash: _Optional[bytes] = ..., handling: _Optional[_Union[_handling_pb2.Handling, _Mapping]] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id",)

@@ -1,0 +1,71 @@
+"""Prometheus series of every Mac, made at each scrape from what the admin API says of the fleet."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protos.cidery.v1 import admin_pb2
+
+
+class _Fleet(Collector):
+    def __init__(self, macs: Sequence[admin_pb2.Mac], *, is_router_up: bool) -> None:
+        self._macs = macs
+        self._is_router_up = is_router_up
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client."""
+        yield GaugeMetricFamily("cidery_router_up", "Whether the router answers", value=self._is_router_up)
+        known = [mac for mac in self._macs if mac.HasField("kv_cache")]
+        yield _gauge("cidery_mac_up", "Whether the Mac answers", [((m.name,), m in known) for m in self._macs])
+        memory = [((m.name, state), value) for m in known for state, value in _bytes_by_state(m.kv_cache)]
+        yield _gauge("cidery_kv_bytes", "KV memory by state; pinned is part of the others", memory, "state")
+        running = [((m.name,), m.scheduling.num_running) for m in known]
+        yield _gauge("cidery_mac_running", "Requests in the batch", running)
+        waiting = [((m.name,), m.scheduling.num_waiting) for m in known]
+        yield _gauge("cidery_mac_waiting", "Requests waiting", waiting)
+        preemptions = [((m.name,), m.scheduling.num_preemptions) for m in known]
+        yield _counter("cidery_mac_preemptions", "Requests preempted for want of KV memory", preemptions)
+        groups = [((m.name, str(i), group.kind), group) for m in known for i, group in enumerate(m.kv_cache.groups)]
+        labels = ("group", "kind")
+        queried = [(names, group.num_queried_tokens) for names, group in groups]
+        yield _counter("cidery_kv_queried_tokens", "Prompt tokens looked up", queried, *labels)
+        hits = [(names, group.num_hit_tokens) for names, group in groups]
+        yield _counter("cidery_kv_hit_tokens", "Tokens that the group alone could have resumed", hits, *labels)
+        limited = [(names, group.num_limited) for names, group in groups]
+        yield _counter("cidery_kv_limited", "Look-ups whose hit the group ended", limited, *labels)
+        evicted = [((*names, reason), count) for names, group in groups for reason, count in _evictions(group)]
+        yield _counter("cidery_kv_evicted_blocks", "Blocks evicted by reason", evicted, *labels, "reason")
+
+
+def fleet_text(macs: Sequence[admin_pb2.Mac], *, is_router_up: bool = True) -> bytes:
+    """The exposition format. Counters start anew with a Mac's manager, as Prometheus expects of restarts."""
+    registry = CollectorRegistry()
+    registry.register(_Fleet(macs, is_router_up=is_router_up))
+    return generate_latest(registry)
+
+
+def _bytes_by_state(cache: admin_pb2.KVCache) -> list[tuple[str, int]]:
+    return [(state, getattr(cache, f"{state}_bytes")) for state in ("referenced", "cached", "free", "pinned")]
+
+
+def _evictions(group: admin_pb2.KVGroup) -> list[tuple[str, int]]:
+    return [(reason, getattr(group, f"num_evicted_{reason}")) for reason in ("left_behind", "ranked", "orphaned")]
+
+
+_Samples = Iterable[tuple[tuple[str, ...], float]]
+
+
+def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["mac", *labels])
+    for names, value in samples:
+        family.add_metric(names, value)
+    return family
+
+
+def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["mac", *labels])
+    for names, value in samples:
+        family.add_metric(names, value)
+    return family

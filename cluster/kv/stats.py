@@ -1,0 +1,37 @@
+"""What the KV cache counts, for metrics and the admin API."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupStats:
+    """One group. Counts are since the start.
+
+    `num_hit_tokens` is what the group alone could have resumed of the tokens looked up, `num_limited` how often it was
+    the one that ended a hit. Blocks are evicted because windows moved on (left behind), because of the rank of their
+    resume point (ranked), or because with it nothing could use them any more (orphaned).
+    """
+
+    kind: str
+    num_layers: int
+    page_bytes: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_limited: int
+    num_evicted_left_behind: int
+    num_evicted_ranked: int
+    num_evicted_orphaned: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """Bytes by state: what live sequences hold, what they don't but is findable, the rest.
+
+    `pinned_bytes` are of the cached and referenced ones, as of the last time that memory was short.
+    """
+
+    referenced_bytes: int
+    cached_bytes: int
+    free_bytes: int
+    pinned_bytes: int
+    groups: tuple[KVGroupStats, ...]

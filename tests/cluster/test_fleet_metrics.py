@@ -1,0 +1,54 @@
+"""Series of the Macs, read back with prometheus_client's own parser."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.fleet_metrics import fleet_text
+from protos.cidery.v1 import admin_pb2
+
+GROUP = admin_pb2.KVGroup(
+    kind="window",
+    num_layers=5,
+    page_bytes=1024,
+    num_queried_tokens=640,
+    num_hit_tokens=320,
+    num_limited=3,
+    num_evicted_left_behind=7,
+    num_evicted_ranked=8,
+    num_evicted_orphaned=9,
+)
+
+
+def samples(text):
+    families = text_string_to_metric_families(text.decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_mac_that_answers_shows_its_memory_and_groups():
+    cache = admin_pb2.KVCache(referenced_bytes=1, cached_bytes=2, free_bytes=3, pinned_bytes=4, groups=[GROUP])
+    mac = admin_pb2.Mac(name="studio", kv_cache=cache, scheduling=admin_pb2.Scheduling(num_running=5, num_waiting=6))
+    found = samples(fleet_text([mac]))
+    of_mac, of_group = ("mac", "studio"), (("group", "0"), ("kind", "window"), ("mac", "studio"))
+    assert found["cidery_router_up", ()] == 1
+    assert found["cidery_mac_up", (of_mac,)] == 1
+    for state, value in (("referenced", 1), ("cached", 2), ("free", 3), ("pinned", 4)):
+        assert found["cidery_kv_bytes", (of_mac, ("state", state))] == value
+    assert found["cidery_mac_running", (of_mac,)] == 5
+    assert found["cidery_mac_waiting", (of_mac,)] == 6
+    assert found["cidery_kv_queried_tokens_total", of_group] == 640
+    assert found["cidery_kv_hit_tokens_total", of_group] == 320
+    assert found["cidery_kv_limited_total", of_group] == 3
+    for reason, count in (("left_behind", 7), ("ranked", 8), ("orphaned", 9)):
+        assert found["cidery_kv_evicted_blocks_total", (*of_group, ("reason", reason))] == count
+
+
+def test_a_mac_that_is_away_is_down_and_has_no_numbers():
+    found = samples(fleet_text([admin_pb2.Mac(name="mini")]))
+    assert found == {("cidery_router_up", ()): 1, ("cidery_mac_up", (("mac", "mini"),)): 0}
+
+
+def test_without_a_router_nothing_is_known_of_macs():
+    assert samples(fleet_text([], is_router_up=False)) == {("cidery_router_up", ()): 0}

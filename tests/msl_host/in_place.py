@@ -1,0 +1,5 @@
+"""Which kernels of the worker write through which of their inputs. Any other write to an input is an error."""
+
+IN_PLACE: dict[str, tuple[str, ...]] = {
+    "cidery_write_kv": ("key_pool", "value_pool"),
+}

@@ -1,0 +1,3 @@
+// All that MLX puts before a kernel.
+#pragma once
+#include "mlx/backend/metal/kernels/utils.h"
