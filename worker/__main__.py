@@ -116,7 +116,7 @@ def _build_engine(config: WorkerConfig) -> "Engine":
 
     machine.prepare()
     loaded = models.load(config.model, dtype=config.dtype)
-    return Engine(loaded, choose_kernels(loaded.plain_layers), memory_limit_bytes=machine.memory_limit_bytes())
+    return Engine(loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes())
 
 
 def _watch_stdin() -> None:

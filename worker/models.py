@@ -81,7 +81,7 @@ class LoadedModel:
     sampling_defaults: SamplingDefaults
 
     @property
-    def plain_layers(self) -> tuple[LayerShape, ...]:
+    def layers(self) -> tuple[LayerShape, ...]:
         """The attention caches that the plain kernels serve: keys and values of one width."""
         layers = (shape for shape in self.caches if isinstance(shape, LayerShape))
         return tuple(layer for layer in layers if not layer.is_latent and layer.head_dim == layer.value_head_dim)

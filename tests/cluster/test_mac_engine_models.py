@@ -9,11 +9,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from cluster import wire
 from cluster.config import KVConfig, MacConfig, ModelConfig
-from cluster.kv.hashing import hash_blocks, join_hashes
+from cluster.kv.hashing import hash_blocks
 from cluster.mac_engine import MacEngine
-from protos.cidery.node.v1 import node_pb2
-from protos.cidery.v1 import sampling_pb2
+from cluster.scheduling.request import Request, SamplingParams
 from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
 
@@ -36,14 +36,16 @@ class Sink:
 
 
 def _open(engine, request_id, prompt):
-    return node_pb2.Open(
+    request = Request(
         request_id=request_id,
-        token_ids=prompt,
+        token_ids=tuple(prompt),
         num_prompt_tokens=len(prompt),
-        block_hashes=join_hashes(hash_blocks(engine.root, prompt, 16)),
-        sampling=sampling_pb2.SamplingParams(temperature=0.0, top_p=1.0, max_tokens=_NEW_TOKENS, ignore_eos=True),
-        root_hash=engine.root,
+        block_hashes=tuple(hash_blocks(engine.root, prompt, 16)),
+        max_tokens=_NEW_TOKENS,
+        sampling=SamplingParams(),
+        stop_token_ids=(),
     )
+    return wire.request_to_open(request, engine.root, ignore_eos=True).open
 
 
 async def _until(condition):
