@@ -9,6 +9,7 @@ step of one sequence is flat, `[1, num_tokens]`, which is mlx-lm's own layout, u
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import mlx.core as mx
@@ -82,6 +83,7 @@ class Batch:
         token_ids = [token for span in self.spans for token in span.token_ids]
         self.num_tokens = len(token_ids)
         self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
+        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._views: dict[tuple[int, Reach], GroupRows] = {}
         self.rows = self._whole_rows([span.block_table for span in self.spans])
         self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(self._positions())
@@ -109,6 +111,7 @@ class Batch:
             self._views[key] = self._make_view(group, reach)
         return self._views[key]
 
+    @cached_property
     def parts(self) -> list[Part]:
         """The step cut for mixers that aren't token-parallel: runs of decode rows, then each prefill span."""
         parts = []
@@ -122,6 +125,13 @@ class Batch:
             parts.append(Part(first, last, (index,), is_prefill=True, is_fresh=span.start == 0))
             first = last
         return parts
+
+    def slots(self, part: Part, group: int) -> tuple[int, ...]:
+        """The state block of each of a part's sequences; looked up once a step."""
+        key = (part.first, group)
+        if key not in self._slots:
+            self._slots[key] = tuple(self.spans[index].tables[group][0] for index in part.spans)
+        return self._slots[key]
 
     def _make_view(self, group: int, reach: Reach) -> GroupRows:
         tables = [span.tables[group] for span in self.spans]

@@ -49,12 +49,12 @@ class StateCache(ArraysCache):
 
     def begin(self) -> None:
         """Of a flat step: lay the sequence's state in."""
-        (part,) = self._step.batch.parts()
+        (part,) = self._step.batch.parts
         self.cache = self.take(part)
 
     def end(self) -> None:
         """Of a flat step: keep what the layer left."""
-        (part,) = self._step.batch.parts()
+        (part,) = self._step.batch.parts
         self.put(part, self.cache)
         self.cache = [None] * len(self.cache)
 
@@ -78,11 +78,11 @@ class StateCache(ArraysCache):
 
     def parts(self) -> list[Part]:
         """Of the step."""
-        return self._step.batch.parts()
+        return self._step.batch.parts
 
     def _slots(self, part: Part) -> tuple[int, ...]:
-        tensors = self._step.tensors
-        return _slots_of(self._step.batch, part, tensors.group_of[self._index])
+        step = self._step
+        return step.batch.slots(part, step.tensors.group_of[self._index])
 
     def _check_flat(self) -> None:
         if self.is_cut:
@@ -91,18 +91,13 @@ class StateCache(ArraysCache):
 
 def begin_states(batch: Batch, tensors: KVTensors) -> None:
     """Tell the pools which states the parts of a step will take, and which of them begin."""
-    parts = batch.parts()
+    parts = batch.parts
     groups = [group for group in range(len(tensors.groups)) if tensors.is_state_group(group)]
-    slots = {group: [_slots_of(batch, part, group) for part in parts] for group in groups}
+    slots = {group: [batch.slots(part, group) for part in parts] for group in groups}
     fresh = {
         group: frozenset(s for s, part in zip(slots[group], parts, strict=True) if part.is_fresh) for group in groups
     }
     tensors.begin_states(slots, fresh)
-
-
-def _slots_of(batch: Batch, part: Part, group: int) -> tuple[int, ...]:
-    """The state block of each of the part's sequences."""
-    return tuple(batch.spans[index].tables[group][0] for index in part.spans)
 
 
 def install(mixer: type) -> None:

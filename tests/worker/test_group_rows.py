@@ -74,7 +74,7 @@ def test_parts_cover_all_rows_and_never_mix_sequences_that_begin_with_others(cas
     _, _, spans = case
     batch = Batch(spans, block_size=case[0])
     row = 0
-    for part in batch.parts():
+    for part in batch.parts:
         assert part.first == row
         row = part.last
         members = [batch.spans[index] for index in part.spans]
