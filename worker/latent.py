@@ -74,18 +74,16 @@ def _fold(attention: Any) -> None:
         )
     by_head = weight.reshape(attention.num_heads, -1, weight.shape[-1])
     num_nope = attention.qk_nope_head_dim
-    attention.embed_q = _multi_linear(by_head[:, :num_nope].swapaxes(-1, -2), projection)
-    attention.unembed_out = _multi_linear(by_head[:, num_nope:], projection)
+    attention.embed_q = _multi_linear(by_head[:, :num_nope].swapaxes(-1, -2))
+    attention.unembed_out = _multi_linear(by_head[:, num_nope:])
     attention.pop("kv_b_proj")
 
 
-def _multi_linear(weight: mx.array, like: Any) -> Module:
-    """`weight [heads, outputs, inputs]`, quantised as `like` is if its inputs can be."""
+def _multi_linear(weight: mx.array) -> Module:
+    """`weight [heads, outputs, inputs]`, not quantised again: twice rounded it would be another model."""
     num_heads, num_outputs, num_inputs = weight.shape
     linear: Any = mla.MultiLinear(num_inputs, num_outputs, num_heads)
     linear.weight = mx.contiguous(weight)
-    if isinstance(like, QuantizedLinear) and num_inputs % like.group_size == 0:
-        linear = linear.to_quantized(like.group_size, like.bits, like.mode)
     mx.eval(linear.parameters())
     module: Module = linear
     return module

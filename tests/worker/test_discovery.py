@@ -8,6 +8,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
+from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
 from tests.golden.in_process import InProcessMac
 from worker import models
@@ -105,11 +106,19 @@ def test_a_class_that_nobody_has_reviewed_runs_one_sequence_at_a_time_and_says_s
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "llama", "qwen3_next", "gpt_oss"])
-def test_quantised_weights_give_the_answers_of_mlx_lm(case):
-    """4 bits; the folded products of latents are quantised again where their widths allow."""
-    from tests.golden import scenario
+_AFFINE = {"group_size": 32, "bits": 4}
 
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        *((case, _AFFINE) for case in ("deepseek_v2", "deepseek_v3", "llama", "qwen3_next", "gpt_oss")),
+        ("llama", {"group_size": 64, "bits": 8}),
+        ("gpt_oss", {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+    ],
+)
+def test_quantised_weights_give_the_answers_of_mlx_lm(case, how):
+    """The folded products of latents too, which are not rounded a second time."""
     changes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "kv_lora_rank": 32}
     changes |= {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 32}
     config = {**config_of(case), **changes}
@@ -117,18 +126,15 @@ def test_quantised_weights_give_the_answers_of_mlx_lm(case):
     mx.random.seed(3)
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.float32)
-    nn.quantize(
-        model,
-        group_size=32,
-        bits=4,
-        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
-    )
+
+    def is_wide(_, layer):
+        return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % how["group_size"] == 0
+
+    nn.quantize(model, class_predicate=is_wide, **how)
     mx.eval(model.parameters())
     prompts = scenario.prompts_of(300)
     expected = [scenario.reference(model, prompt, 5) for prompt in prompts]
     mac = InProcessMac(model, config)
     answers = [mac.add(f"{i}", prompt, 5) for i, prompt in enumerate(prompts)]
     mac.run()
-    # Folding a 4-bit product and rounding it again is not the same product.
-    tolerance = 0.3 if case == "deepseek_v2" else 1e-4
-    assert not [p for a, e in zip(answers, expected, strict=True) for p in scenario.problems(a, e, tolerance)]
+    assert not [p for a, e in zip(answers, expected, strict=True) for p in scenario.problems(a, e, 1e-4)]
