@@ -77,6 +77,17 @@ VIOLATIONS = {
     "block copy: block id 300": _plan(copies=[pb.BlockCopy(source=300, target=1)]),
     "block table edit of sequence 9, which is unknown": _plan(edits=[pb.TableEdit(seq_id=9, block_id=1)]),
     "block copy: group 3": _plan(copies=[pb.BlockCopy(group=3, source=2, target=1)]),
+    "resize of pool 1, of 1": _plan(resizes=[pb.PoolResize(pool=1, num_blocks=9)]),
+    "resize of pool 0 to 0 blocks; at least 1": _plan(resizes=[pb.PoolResize(num_blocks=0)]),
+    "resize of pool 0 from 256 to 200 blocks moves block 100 to 3": _plan(
+        resizes=[pb.PoolResize(num_blocks=200, moves=[pb.PoolResize.Move(source=100, target=3)])]
+    ),
+    "resize of pool 0 from 256 to 200 blocks moves block 220 to 0": _plan(
+        resizes=[pb.PoolResize(num_blocks=200, moves=[pb.PoolResize.Move(source=220, target=0)])]
+    ),
+    r"block id 250 is not in \[1, 200\)": _plan(
+        _slice(blocks=[250]), sequences=[_sequence()], resizes=[pb.PoolResize(num_blocks=200)]
+    ),
     "zeroing: block id 300": _plan(zeroes=[pb.GroupBlocks(block_ids=[300])]),
     "15 bytes of block hashes; allowed is a multiple of 16, up to 0": _plan(
         sequences=[_sequence(block_hashes=b"x" * 15)]
@@ -305,3 +316,18 @@ def test_a_block_that_was_copied_and_finished_again_is_reported(engine):
     cached = _sequence(token_ids=prompt, block_tables=[pb.GroupBlocks(block_ids=[5])])
     result = engine.execute(_plan(_slice(start=15, num_tokens=1, blocks=()), sequences=[cached]))
     assert [block.block_index for block in result.filled_blocks] == [0]
+
+
+def test_after_a_resize_the_sequence_reads_its_block_where_it_went(engine):
+    """The block beyond the new end moves, the table follows, and the next token is the one of an undisturbed run."""
+    prompt = tuple(range(1, 17))
+    engine.execute(_plan(_slice(num_tokens=16, blocks=(240,)), sequences=[_sequence(token_ids=prompt)]))
+    moves = [pb.PoolResize.Move(source=240, target=3)]
+    plan = _plan(_slice(start=16, num_tokens=1, blocks=(6,)), resizes=[pb.PoolResize(num_blocks=100, moves=moves)])
+    after = engine.execute(plan)
+    assert engine._sequences[1].block_tables == [[3, 6]]
+    assert _num_committed(engine) <= 100
+    whole = (*prompt, engine._sequences[1].token_ids[16])
+    fresh = _sequence(seq_id=2, token_ids=whole)
+    alone = engine.execute(_plan(_slice(seq_id=2, num_tokens=17, blocks=(8, 9)), sequences=[fresh]))
+    assert after.sampled[0].token_id == alone.sampled[0].token_id
