@@ -75,6 +75,7 @@ class Engine:
         self._sequences.clear()
         self._tensors = self._blocks = self._tables = None
         self._step.end()
+        self._caches.forget()
         mx.clear_cache()
 
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:

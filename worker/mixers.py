@@ -56,6 +56,10 @@ class StateCache(ArraysCache):
         """Of a flat step: keep what the layer left."""
         (part,) = self._step.batch.parts
         self.put(part, self.cache)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the step's arrays."""
         self.cache = [None] * len(self.cache)
 
     def take(self, part: Part) -> list[mx.array | None]:

@@ -73,6 +73,8 @@ class LoadedModel:
     model: Module
     family: str
     layout: Layout
+    # Classes that are given caches and that nobody has reviewed.
+    unreviewed: tuple[str, ...]
     caches: tuple[CacheShape, ...]
     vocab_size: int
     max_model_len: int
@@ -102,8 +104,7 @@ class AttachedCaches:
     def forget(self) -> None:
         """Let go of a step's arrays."""
         for leaf in self.leaves:
-            if isinstance(leaf, PagedCache):
-                leaf.forget()
+            leaf.forget()
 
 
 class SamplingHead:
@@ -167,6 +168,7 @@ def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults |
         model=model,
         family=family,
         layout=_layout(treatments),
+        unreviewed=tuple(unknown),
         caches=caches,
         vocab_size=vocab_size,
         max_model_len=next((int(text_config[k]) for k in _CONTEXT_KEYS if text_config.get(k)), _DEFAULT_CONTEXT_TOKENS),

@@ -34,7 +34,7 @@ class Answer:
 def answer(engine: Engine, prompt: list[int], *, max_tokens: int, sampling: SamplingParams) -> Answer:
     """Run one sequence to its end: a stop token or `max_tokens`."""
     num_blocks = 1 + -(-(len(prompt) + max_tokens) // _BLOCK_SIZE)
-    tables = _configure(engine, num_blocks)
+    tables = configure(engine, num_blocks)
     sequence = pb.NewSequence(
         seq_id=_SEQ_ID,
         token_ids=prompt,
@@ -63,7 +63,7 @@ def answer(engine: Engine, prompt: list[int], *, max_tokens: int, sampling: Samp
     return Answer(token_ids, len(prompt), prefilled_s - started_s, time.perf_counter() - prefilled_s)
 
 
-def _configure(engine: Engine, num_blocks: int) -> list[pb.GroupBlocks]:
+def configure(engine: Engine, num_blocks: int) -> list[pb.GroupBlocks]:
     """Every token and one state of one sequence; returns its block tables."""
     layers = engine.describe().layers
     states = [index for index, layer in enumerate(layers) if layer.states]

@@ -8,12 +8,15 @@ import pytest
 from mlx import nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
+from protos.cidery.v1.sampling_pb2 import SamplingParams
 from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
 from tests.golden.in_process import InProcessMac
-from worker import models
+from worker import models, standalone, trial
+from worker.engine import Engine
 from worker.errors import UnsupportedModelError
 from worker.kv_shapes import FULL_REACH, LayerShape, Reach, ReachKind, StateShape
+from worker.metal.dispatch import twin_kernels
 from worker.models import Layout
 
 
@@ -82,21 +85,59 @@ def test_caches_that_cannot_be_run_exactly_are_refused_by_name(toy, reason):
         models.adapt(toy, {})
 
 
+def _disguise(model, call):
+    """The model's attention as a class that is not in the registry."""
+    llama = importlib.import_module("mlx_lm.models.llama")
+    novel = type("Novel", (llama.Attention,), {"__call__": call, "__module__": llama.__name__})
+    for layer in model.layers:
+        layer.self_attn.__class__ = novel
+
+
+def _forgetful(self, x, mask=None, cache=None):
+    """Attends to its own rows alone if the cache is not the one it knows."""
+    llama = importlib.import_module("mlx_lm.models.llama")
+    known = isinstance(cache, KVCache)
+    return llama.Attention.__call__(self, x, mask if known else None, cache if known else None)
+
+
+def _curious(self, x, mask=None, cache=None):
+    """Asks its cache for what only mlx-lm's has."""
+    llama = importlib.import_module("mlx_lm.models.llama")
+    cache.trim(0)
+    return llama.Attention.__call__(self, x, mask, cache)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [(_forgetful, "log-probability of .* it can't be run exactly"), (_curious, "has no attribute 'trim'")],
+)
+def test_a_class_that_nobody_has_reviewed_and_that_cannot_be_run_is_refused_before_it_serves(call, reason):
+    model = make_model("llama")
+    _disguise(model, call)
+    loaded = models.adapt(model, config_of("llama"))
+    engine = Engine(loaded, twin_kernels(), memory_limit_bytes=1 << 30)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        trial.verify(engine, loaded)
+
+
+def test_a_trial_of_a_model_that_can_be_run_leaves_the_engine_as_it_was():
+    model = make_model("gemma3_text")
+    loaded = models.adapt(model, config_of("gemma3_text"))
+    engine = Engine(loaded, twin_kernels(), memory_limit_bytes=1 << 30)
+    trial.verify(engine, loaded)
+    answer = standalone.answer(engine, [1, 2, 3], max_tokens=2, sampling=SamplingParams(temperature=0.0))
+    assert len(answer.token_ids) == 2
+
+
 def test_a_class_that_nobody_has_reviewed_runs_one_sequence_at_a_time_and_says_so(caplog):
     """Right, slow, and with a warning that names it."""
     llama = importlib.import_module("mlx_lm.models.llama")
 
-    class Novel(llama.Attention):
-        def __call__(self, x, mask=None, cache=None):
-            return super().__call__(x, mask, cache)
-
-    Novel.__module__ = "mlx_lm.models.llama"
     model = make_model("llama")
     expected = InProcessMac(make_model("llama"), config_of("llama"))
     answers = [expected.add(f"{i}", list(range(1, 20 + i)), 5) for i in range(3)]
     expected.run()
-    for layer in model.layers:
-        layer.self_attn.__class__ = Novel
+    _disguise(model, lambda self, x, mask=None, cache=None: llama.Attention.__call__(self, x, mask, cache))
     with caplog.at_level(logging.WARNING):
         mac = InProcessMac(model, config_of("llama"))
     assert "llama.Novel not reviewed" in caplog.text
