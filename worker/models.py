@@ -36,6 +36,10 @@ _EMBEDDINGS = (
     "model.word_embeddings",
     "model.tok_embeddings",
     "model.wte",
+    "model.embeddings",
+    "model.embedding",
+    "model.language_model.embed_tokens",
+    "backbone.embeddings",
     "transformer.wte",
     "transformer.token_embeddings",
     "transformer.tok_embeddings",
@@ -230,6 +234,8 @@ def _layout(treatments: Mapping[type, Treatment | None]) -> Layout:
 
 
 def _attach_head(model: Module, step: Step) -> None:
+    """To the output projection and to the embedding: a few families have both and use either."""
+    found = False
     for path in _HEADS:
         owner, name = _owner(model, path)
         head = getattr(owner, name, None)
@@ -239,16 +245,18 @@ def _attach_head(model: Module, step: Step) -> None:
             # Into the module's own dictionary: some families ask whether the head is in it.
             owner.pop(name, None)
             owner[name] = SamplingHead(head, step)
-            return
+            found = True
+            break
     for path in _EMBEDDINGS:
         owner, name = _owner(model, path)
         embedding = getattr(owner, name, None)
         if isinstance(embedding, Module):
             embedding.as_linear = SamplingHead(functools.partial(type(embedding).as_linear, embedding), step)  # type: ignore[attr-defined]
-            return
-    logger.warning(
-        "%s: its output projection was not found; it will compute logits of every row", type(model).__module__
-    )
+            found = True
+            break
+    if not found:
+        name = inspection.family_of(model)
+        logger.warning("%s: its output projection was not found; it will compute logits of every row", name)
 
 
 def _owner(model: Module, path: str) -> tuple[Module | None, str]:

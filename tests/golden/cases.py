@@ -64,11 +64,16 @@ def config_of(case: str) -> dict[str, Any]:
     return hybrid_config(case) if case in HYBRID_CASES else families.config_of(case)
 
 
-def make_model(case: str) -> Module:
+def make_model(case: str, *, is_tied: bool = False) -> Module:
     """A random float32 model, wide enough in its weights that its logits are spread."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(case)}")
     mx.random.seed(1)
-    model = module.Model(module.ModelArgs.from_dict(config_of(case)))
+    config = config_of(case)
+    if is_tied:
+        config |= {"tie_word_embeddings": True}
+        if "text_config" in config:
+            config["text_config"] = config["text_config"] | {"tie_word_embeddings": True}
+    model = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
     model.set_dtype(mx.float32)
     # Biases and norms start as zeros and ones: noise on everything makes a lost one visible.
