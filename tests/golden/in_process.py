@@ -16,7 +16,7 @@ from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLog
 from cluster.scheduling.scheduler import Scheduler
 from worker import models
 from worker.engine import Engine
-from worker.metal.dispatch import twin_kernels
+from worker.metal.dispatch import Kernels, twin_kernels
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -47,8 +47,10 @@ class InProcessMac:
         max_num_seqs: int = 16,
         max_plans_in_flight: int = 2,
         max_model_len: int = MAX_MODEL_LEN,
+        kernels: Kernels | None = None,
     ) -> None:
-        self.engine = Engine(models.adapt(model, config), twin_kernels(), memory_limit_bytes=1 << 30)
+        kernels = kernels or twin_kernels()
+        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30)
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),
