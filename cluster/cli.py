@@ -1,4 +1,4 @@
-"""The command line: `cidery serve | chat | generate | status | kv | simulate`."""
+"""The command line: `cidery serve | chat | generate | status | kv | models | simulate`."""
 
 import json
 import logging
@@ -26,6 +26,7 @@ from cluster.config import (
 from cluster.errors import CideryError
 from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
+from cluster.models_cli import models
 from cluster.routing.config import POLICIES as ROUTING_POLICIES
 from cluster.routing.config import RoutingConfig
 from cluster.simulate import simulate
@@ -48,11 +49,13 @@ def main() -> None:
     cidery status                     what the fleet is doing
     cidery kv plan ./Qwen3-8B         how its KV memory would be cut
     cidery simulate trace.jsonl       what a fleet would do with these requests
+    cidery models supported           which model families run, and how
     """
 
 
 main.add_command(kv)
 main.add_command(simulate)
+main.add_command(models)
 
 
 @main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")
