@@ -70,6 +70,7 @@ def test_a_fleet_file_and_a_model(trace: Path, tmp_path: Path) -> None:
         (["--rate", "0"], "0.0 is not in the range"),
         (["--fail", "mac-1"], "'mac-1' is no failure; write mac-3@600"),
         (["--fail", "mac-99@1"], "no Mac is named 'mac-99'"),
+        (["--policy", "best"], "'best' is not one of 'predicted_seconds', 'round_robin'"),
         (["--event-loss", "1"], "1.0 is not in the range"),
         (["--kv-cache-memory", "1MiB"], "mac-1: "),
         (["--fleet", "nowhere.json"], "'nowhere.json' does not exist"),
@@ -105,6 +106,16 @@ def test_plots_are_pngs(trace: Path, tmp_path: Path) -> None:
     assert len(files) == 3
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     plots.check_plots()
+
+
+def test_policies_side_by_side(trace: Path) -> None:
+    result = simulate(trace, "--macs", 2, "--policy", "round_robin", "--policy", "predicted_seconds")
+    assert result.exit_code == 0, result.output
+    assert "round_robin" in result.stdout
+    assert "predicted_seconds" in result.stdout
+    assert "mac-1" not in result.stdout, "Macs are shown of a single run"
+    lines = simulate(trace, "--policy", "round_robin", "--policy", "least_loaded", "--json").stdout.splitlines()
+    assert [json.loads(line)["policy"] for line in lines] == ["round_robin", "least_loaded"]
 
 
 def test_help_has_examples() -> None:
