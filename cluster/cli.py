@@ -26,6 +26,8 @@ from cluster.config import (
 from cluster.errors import CideryError
 from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
+from cluster.routing.config import POLICIES as ROUTING_POLICIES
+from cluster.routing.config import RoutingConfig
 from cluster.simulate import simulate
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 
@@ -92,6 +94,13 @@ main.add_command(simulate)
     metavar="NAME=WEIGHT",
     help="Share of a busy Mac, in proportion to others' (1 unless given); may be repeated.",
 )
+@click.option(
+    "--routing-policy",
+    type=click.Choice(ROUTING_POLICIES),
+    default=ROUTING_POLICIES[0],
+    show_default=True,
+    help="How a Mac is chosen; all but the first are there to be compared with.",
+)
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
 @click.option(
@@ -134,7 +143,9 @@ def serve(**options: Any) -> None:
             dict(options["tenant_weights"]),
             options["request_log"],
         )
-        config = ServeConfig(FleetConfig(mac, options["address"], options["macs"]), gateway, options["prints_json"])
+        routing = RoutingConfig(policy=options["routing_policy"])
+        fleet = FleetConfig(mac, options["address"], options["macs"], routing)
+        config = ServeConfig(fleet, gateway, options["prints_json"])
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

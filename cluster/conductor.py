@@ -51,6 +51,8 @@ class Job:
     asked: SamplingRequest
     arrived_s: float
     handling: Handling
+    # When the client gives up, by the monotonic clock; None: never.
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,8 @@ class Conductor:
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
             priority=request.priority,
+            session=job.handling.session,
+            deadline_s=_seconds_left(job, progress),
         )
         give_up_s = time.monotonic() + _NO_MAC_PATIENCE_S
         while True:
@@ -305,6 +309,13 @@ class Conductor:
     def _mac_lost(self, mac: str, epoch: int) -> None:
         self._lost.append((mac, epoch))
         self._has_notes.set()
+
+
+def _seconds_left(job: Job, progress: _Progress) -> float | None:
+    """For the first token; once there was one, a request is brought to its end."""
+    if job.deadline_s is None or progress.token_ids:
+        return None
+    return job.deadline_s - time.monotonic()
 
 
 def _check(job: Job) -> tuple[SamplingParams, int]:

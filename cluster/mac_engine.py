@@ -24,9 +24,9 @@ from cluster.model_files import model_digest, tokenizer_digest
 from cluster.routing.speed import StepSample
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
-from cluster.scheduling.plan import StepPlan
 from cluster.scheduling.request import Update
 from cluster.scheduling.scheduler import Scheduler
+from cluster.self_benchmark import WorkerFailed, measure, sample_of
 from cluster.worker_process import WorkerProcess
 from protos.cidery.node.v1 import node_pb2
 from protos.cidery.worker.v1 import worker_pb2
@@ -69,6 +69,7 @@ class MacEngine:
         # Worker losses that each live request has been through.
         self._num_losses: dict[str, int] = {}
         self._is_running = False
+        self._is_measured = False
         self.described: worker_pb2.Description | None = None
         self.scheduler: Scheduler | None = None
         self.kv: KVCacheManager | None = None
@@ -187,6 +188,7 @@ class MacEngine:
             if answer is None or answer.HasField("failure"):
                 reason = "it ended" if answer is None else answer.failure.message
                 raise StartupFailed(f"{self.mac}: the worker could not be configured: {reason}\n{worker.log_tail()}")
+            await self._measure(worker)
             self._is_running = True
             log.info(
                 "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
@@ -205,6 +207,19 @@ class MacEngine:
             if was_running:
                 log.warning("worker lost mac=%s pid=%d; its log ends:\n%s", self.mac, worker.pid, worker.log_tail())
                 self._forget_worker()
+
+    async def _measure(self, worker: WorkerProcess) -> None:
+        """Once, so that the router knows from the start how fast this Mac is."""
+        if self._is_measured:
+            return
+        assert self.kv is not None
+        assert self.described is not None
+        try:
+            samples = await measure(worker, self.kv.layout, self._scheduler_config(), self.described.vocab_size)
+        except WorkerFailed as error:
+            raise StartupFailed(f"{self.mac}: the worker fails when measured: {error}\n{worker.log_tail()}") from error
+        self._is_measured = True
+        self.step_samples.extend(samples)
 
     async def _take_results(self, worker: WorkerProcess) -> None:
         """Results of plans, until the worker fails or is gone."""
@@ -266,15 +281,16 @@ class MacEngine:
         self.kv = KVCacheManager(
             layout, policy=config.kv.retention, enable_prefix_caching=config.kv.enable_prefix_caching
         )
-        self.scheduler = Scheduler(
-            self.kv,
-            SchedulerConfig(
-                max_num_seqs=config.batch.max_num_seqs,
-                max_num_batched_tokens=config.batch.max_num_batched_tokens,
-                max_model_len=self.max_model_len,
-                max_waiting=config.batch.max_waiting,
-                max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
-            ),
+        self.scheduler = Scheduler(self.kv, self._scheduler_config())
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        batch = self._config.batch
+        return SchedulerConfig(
+            max_num_seqs=batch.max_num_seqs,
+            max_num_batched_tokens=batch.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_waiting=batch.max_waiting,
+            max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
         )
 
     def _pump(self) -> None:
@@ -285,7 +301,7 @@ class MacEngine:
             plan = self.scheduler.schedule(time.monotonic())
             if plan is None:
                 return
-            self._in_flight[plan.step_id] = _sample_of(plan)
+            self._in_flight[plan.step_id] = sample_of(plan)
             self._worker.send(wire.plan_to_proto(plan))
 
     def _apply(self, message: worker_pb2.StepResult) -> None:
@@ -336,12 +352,3 @@ class MacEngine:
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
             sink.deliver([wire.failure_to_proto(request_id, error)])
-
-
-def _sample_of(plan: StepPlan) -> StepSample:
-    """What a step has to do; of one token is a row that decodes."""
-    prefill = [part for part in plan.slices if part.num_tokens > 1]
-    num_tokens = sum(part.num_tokens for part in prefill)
-    work = sum(part.num_tokens * (part.start + part.num_tokens / 2) for part in prefill)
-    decoding = [part.start for part in plan.slices if part.num_tokens == 1]
-    return StepSample(num_tokens, work / num_tokens if num_tokens else 0.0, len(decoding), sum(decoding), 0.0)

@@ -110,6 +110,7 @@ class Reporter:
             token_capacity=engine.kv.layout.token_capacity,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
+            is_caching=engine.kv.is_caching,
         )
         answer = await self._router(
             "join", info, engine.tokenizer_digest, is_draining=self.is_draining, cordon=self.cordon

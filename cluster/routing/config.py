@@ -37,7 +37,7 @@ class RoutingConfig:
     decode_weight: float = 0.3
     # Requests that may wait in the router, and the backlog in seconds beyond which a Mac is given nothing more.
     max_waiting: int = 1024
-    max_backlog_s: float = 30.0
+    max_backlog_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

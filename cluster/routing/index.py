@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from cluster.kv.events import BlockEvent, BlocksStored
 from cluster.kv.group_managers import GroupManager, make_manager
-from cluster.kv.hashing import BlockHash
+from cluster.kv.hashing import HASH_BYTES, BlockHash
 from cluster.kv.layout import KVGroup
 from cluster.routing.digests import NUM_BUCKETS, bucket_digests, hashes_in, in_buckets
 from cluster.routing.holdings import Holding
@@ -258,7 +258,7 @@ class PrefixIndex:
             content.num_no_effect += holding.store(event.hashes)
         else:
             content.num_no_effect += holding.remove(event.hashes)
-        content.num_events += len(event.hashes) // 16
+        content.num_events += len(event.hashes) // HASH_BYTES
         return True
 
     def _settle(self, content: _Content, next_seq: int) -> None:

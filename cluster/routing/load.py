@@ -18,6 +18,7 @@ class Booking:
         "block_hashes",
         "expires_at_s",
         "has_first_token",
+        "is_prediction",
         "num_done_tokens",
         "num_predicted_tokens",
         "num_tokens",
@@ -34,6 +35,8 @@ class Booking:
         num_tokens: int,
         num_predicted_tokens: int,
         expires_at_s: float,
+        *,
+        is_prediction: bool = True,
     ) -> None:
         self.request_id = request_id
         self.slot = slot
@@ -42,6 +45,8 @@ class Booking:
         self.num_predicted_tokens = num_predicted_tokens
         self.num_done_tokens = num_predicted_tokens
         self.expires_at_s = expires_at_s
+        # Whether what it would find was known when it was booked.
+        self.is_prediction = is_prediction
         self.has_first_token = False
         self.pending: PendingNode | None = None
 

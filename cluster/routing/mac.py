@@ -44,6 +44,8 @@ class MacInfo:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_chunk_tokens: int = 256
+    # False: it keeps no prefix.
+    is_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from cluster.routing.mac import MacInfo, MacState, MacStatus
 from cluster.routing.match import Depths
 from cluster.routing.policy import WORK_HALF_LIFE_S, Policy, View
 from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of
-from cluster.routing.speed import StepCosts, StepModel, StepSample, assumed_costs
+from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs
 
 # Weight of one answer's length in the usual one.
 _OUTPUT_GAIN = 0.02
@@ -201,7 +201,7 @@ class ModelFleet:
         )
         soonest_s = None
         if query.deadline_s is not None and open_slots:
-            view, closed, soonest_s = _in_time(view, closed, query.deadline_s)
+            view, closed, soonest_s = self._in_time(view, closed, query.deadline_s)
         if not view.open_slots:
             return Trace(view, match, self._names, closed, self._kinds, self._config.policy, 0.0, soonest_s)
         slot = self._policy.choose(view)
@@ -225,17 +225,20 @@ class ModelFleet:
         assert trace.decision is not None
         member = self.members[trace.decision.mac]
         slot, num_matched = member.slot, trace.decision.num_matched_tokens
+        # Without a prefix cache nothing of it can be shared, or is ever announced.
+        hashes = query.block_hashes if member.info.is_caching else ()
         self.loads.book(
             Booking(
                 query.request_id,
                 slot,
-                query.block_hashes,
+                hashes,
                 query.num_tokens,
                 num_matched,
                 now_s + self._config.lease_s,
+                is_prediction=self.index.is_synced(slot),
             )
         )
-        self.hot.touch(slot, query.block_hashes, num_matched // self.block_size, now_s)
+        self.hot.touch(slot, hashes, num_matched // self.block_size, now_s)
         self.hot.expire(slot, now_s)
         self._num_bookings += 1
         self._last_booking[slot] = self._num_bookings
@@ -333,6 +336,26 @@ class ModelFleet:
             return f"a prompt of {query.num_tokens} tokens leaves no room in its context of {info.max_model_len}"
         return ""
 
+    def _in_time(
+        self, view: View, closed: dict[int, str], deadline_s: float
+    ) -> tuple[View, dict[int, str], float | None]:
+        """Only Macs that are predicted to give the first token in time; if there are none, how soon the soonest would.
+
+        A Mac whose speed is not known is believed to be fast enough: else it might never be asked, and never learnt.
+        """
+        first_s = {}
+        for slot in view.open_slots:
+            own_s = prefill_s(view.standings[slot], view.num_matched[slot], view.num_tokens)
+            is_known = self.at(slot).speed.num_observed >= NUM_SCALING
+            first_s[slot] = view.standings[slot].wait_s + own_s if is_known else 0.0
+        late = {
+            slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
+            for slot, seconds in first_s.items()
+            if seconds > _DEADLINE_SLACK * deadline_s
+        }
+        open_slots = tuple(slot for slot in view.open_slots if slot not in late)
+        return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
+
     def _with_pending(self, num_held: Sequence[int], match: Match, query: RouteQuery) -> Sequence[int]:
         """What prompts under way will have computed too; of a whole prompt, its last token still runs.
 
@@ -355,23 +378,10 @@ class ModelFleet:
 
 
 _MAX_SESSIONS = 16_384
+# Predictions are no better than this: what might just be met is tried.
+_DEADLINE_SLACK = 1.25
 _NOBODY = Standing(*(float("inf"),) * 2, *(0.0,) * 3, 1, *(0.0,) * 10, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
-
-
-def _in_time(view: View, closed: dict[int, str], deadline_s: float) -> tuple[View, dict[int, str], float | None]:
-    """Only Macs that are predicted to give the first token in time; if there are none, how soon the soonest would."""
-    first_s = {
-        slot: view.standings[slot].wait_s + prefill_s(view.standings[slot], view.num_matched[slot], view.num_tokens)
-        for slot in view.open_slots
-    }
-    late = {
-        slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
-        for slot, seconds in first_s.items()
-        if seconds > deadline_s
-    }
-    open_slots = tuple(slot for slot in view.open_slots if slot not in late)
-    return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
 
 
 def kind_of(group: KVGroup) -> str:

@@ -255,7 +255,7 @@ class Router:
             return False
         fleet.loads.first_token(request_id)
         fleet.touch(booking.slot)
-        if num_cached_tokens is None:
+        if num_cached_tokens is None or not booking.is_prediction:
             return False
         drift = fleet.at(booking.slot).drift
         return drift.observe(booking.num_tokens, booking.num_predicted_tokens, num_cached_tokens)
@@ -286,7 +286,7 @@ class Router:
                     member.lost_since_s = now_s
                 if member.lost_since_s is not None and now_s - member.lost_since_s >= _KEEP_LOST_S:
                     fleet.index.open(member.slot)
-                    member.lost_since_s = None if not member.is_lost else float("inf")
+                    member.lost_since_s = float("inf")
         return tuple(expired)
 
     # What people ask.
@@ -387,14 +387,15 @@ class Router:
 
     def _begin_anew(self, info: MacInfo, old: ModelFleet | None) -> ModelFleet:
         """A model's first Mac, or the first of one that comes back with another KV format: none of the old is left."""
-        speeds = {} if old is None else {name: member.speed for name, member in old.members.items()}
-        for member in () if old is None else tuple(old.members.values()):
-            assert old is not None
-            self._remove(old, member)
+        before = None
+        if old is not None:
+            before = old.members.get(info.name)
+            for member in tuple(old.members.values()):
+                self._remove(old, member)
         fleet = self._fleets[info.model] = ModelFleet(info, self._config, self._policy)
-        if info.name in speeds:
+        if before is not None:
             member = fleet.add(info)
-            member.speed = speeds[info.name]
+            member.speed, member.is_draining = before.speed, before.is_draining
             self._model_of_mac[info.name] = info.model
         return fleet
 

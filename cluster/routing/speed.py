@@ -12,7 +12,8 @@ at most as three times the usual error.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NUM_SCALING = 5
+# Steps after which a Mac's speed is known.
+NUM_SCALING = 5
 _CLAMP = 3.0
 # Relative error of one step: at first, at least, and the weight of the next one in its mean.
 _FIRST_ERROR = 0.5
@@ -104,7 +105,7 @@ class StepModel:
             float(sample.decode_context_tokens),
         )
         self.num_observed += 1
-        if len(self._ratios) < _NUM_SCALING:
+        if len(self._ratios) < NUM_SCALING:
             self._ratios.append(sample.seconds / _dot(self._assumed.weights, features))
             ratio = sorted(self._ratios)[len(self._ratios) // 2]
             self._start_from(StepCosts(*(ratio * weight for weight in self._assumed.weights)))

@@ -136,6 +136,8 @@ class TestRequests:
         await ready(actor, "a")
         with pytest.raises(RequestTooLong):
             await actor.route(query(600))
+        slow = StepSample(64, 32.0, 0, 0, 1.0)
+        await actor.report(report(steps=(slow,) * 5))
         with pytest.raises(Overloaded, match="deadline") as refused:
             await actor.route(query(deadline_s=0.0001))
         assert refused.value.retry_after_s >= 1.0

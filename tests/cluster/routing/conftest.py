@@ -120,6 +120,7 @@ class Fleet:
 def set_speed(speed, tokens_per_s: float) -> None:
     from cluster.routing.speed import StepCosts
 
+    speed.num_observed = 5
     speed.costs = StepCosts(0.0, 1.0 / tokens_per_s, 0.0, 0.0, 0.0)
 
 

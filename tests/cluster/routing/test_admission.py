@@ -119,9 +119,9 @@ def test_only_deadlines_that_can_be_met_are_admitted(desk) -> None:
     assert refused.value.retry_after_s == 1.0
     busy = one.submit(1.5, "0")
     assert one.submit(1.0, "1", deadline_s=1.2) not in (busy, None), "where it can be met"
-    explained = one.fleet.router.what_if(one.fleet.query(one.prompt_of((99, 2_000)), deadline_s=3.2), 0.0)
+    explained = one.fleet.router.what_if(one.fleet.query(one.prompt_of((99, 2_000)), deadline_s=2.7), 0.0)
     assert {each.mac: each.excluded for each in explained.candidates} == {
-        busy: "its first token would take 3.5 s, the deadline is 3.2 s",
+        busy: "its first token would take 3.5 s, the deadline is 2.7 s",
         "ab".replace(busy, ""): "",
     }
     one.submit(3.0, "2")
@@ -132,6 +132,13 @@ def test_only_deadlines_that_can_be_met_are_admitted(desk) -> None:
     assert one.submit(4.0, "6", deadline_s=30.0) is None
     with pytest.raises(DeadlineUnmet):
         one.submit(0.1, "7", deadline_s=4.0)
+
+
+def test_a_mac_of_unknown_speed_is_believed_to_be_in_time(desk) -> None:
+    """Else it might never be asked, and never learnt."""
+    one = desk("a")
+    one.fleet.router.join(one.fleet.info("new"))
+    assert one.submit(3.0, "1", deadline_s=2.0) == "new"
 
 
 def test_a_deadline_passes_while_waiting(desk) -> None:

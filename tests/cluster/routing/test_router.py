@@ -173,9 +173,10 @@ class TestCompatibility:
         fleet.route(prompt_of((1, 320)))
         fleet.router.lost("a")
         fleet.learn("b", 1_500.0)
+        fleet.router.drain("b")
         fleet.router.join(fleet.info("b", epoch=2, root_hash=OTHER_ROOT))
         fleet.router.check()
-        assert states(fleet) == {"b": MacState.STARTING}
+        assert states(fleet) == {"b": MacState.DRAINING}
         assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(1_500.0)
         assert fleet.router.index_stats().num_keys == 0
 
@@ -562,6 +563,19 @@ class TestLearning:
         assert (drift.num_actual_tokens, drift.num_error_tokens) == (5 * 319, 5 * 319)
         assert drift.is_alarming
         assert alarms.count(True) == 1
+
+    def test_a_mac_whose_content_is_not_known_is_not_compared(self, fleet, prompt_of) -> None:
+        """A restarted router would else raise an alarm for what it can't know."""
+        fleet.router.join(fleet.info("a"))
+        for number in range(10):
+            request_id = fleet.route(prompt_of((number, 320))).request_id
+            assert fleet.router.first_token(request_id, 304) is False
+        assert fleet.router.fleet()[0].drift.num_requests == 0
+
+    def test_of_a_mac_without_a_prefix_cache_nothing_is_expected(self, fleet, prompt_of) -> None:
+        fleet.add("a", is_caching=False)
+        assert [fleet.route(prompt_of((1, 320))).num_matched_tokens for _ in range(3)] == [0, 0, 0]
+        assert fleet.router.fleet()[0].hot_tokens == 0
 
     def test_requests_that_a_restarted_router_does_not_know_still_load_their_mac(self, fleet, prompt_of) -> None:
         config = RoutingConfig(decode_weight=1.0)
