@@ -49,8 +49,9 @@ class MacSpec:
     costs: CostModel = field(default_factory=CostModel)
     kv_bytes: int = DEFAULT_KV_BYTES
     limits: Limits = field(default_factory=Limits)
-    # The router hears of step times so many times as long: what if its model of speeds were wrong?
+    # The router hears of step times so many times as long, without and with prefill: what if it were wrong?
     told_factor: float = 1.0
+    told_prefill_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

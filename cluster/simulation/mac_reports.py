@@ -36,8 +36,8 @@ class MacReports:
         *,
         lag_s: float,
         loss: float,
-        told_factor: float,
         rng: random.Random,
+        told: tuple[float, float] = (1.0, 1.0),
         measured: Sequence[StepSample] = (),
     ) -> None:
         self._info = info
@@ -46,11 +46,11 @@ class MacReports:
         self._timeline = timeline
         self._lag_s = lag_s
         self._loss = loss
-        self._told_factor = told_factor
+        self._told = told
         self._rng = rng
         self._events: list[BlockEvent] = []
         # A Mac measures itself before it joins; that goes with its first report.
-        self._steps: list[StepSample] = [replace(step, seconds=step.seconds * told_factor) for step in measured]
+        self._steps: list[StepSample] = [self._as_told(step, step.seconds) for step in measured]
         self._num_requests = 0
         self._seq = 0
         self._next_s: float | None = None
@@ -73,12 +73,15 @@ class MacReports:
     def stepped(self, plan: StepPlan, run_s: float, num_requests: int, *, hurries: bool) -> None:
         """A step has ended; `hurries` if a request has too, whose next turn may come at once."""
         self._events += self._kv.take_events()
-        self._steps.append(replace(sample_of(plan), seconds=run_s * self._told_factor))
+        self._steps.append(self._as_told(sample_of(plan), run_s))
         self._num_requests = num_requests
         at_s = self._timeline.now_s + (_HURRIED_GATHER_S if hurries else _GATHER_S)
         if self._next_s is None or at_s < self._next_s:
             self._next_s = at_s
             self._timeline.at(at_s, self._send, at_s)
+
+    def _as_told(self, step: StepSample, run_s: float) -> StepSample:
+        return replace(step, seconds=run_s * self._told[step.num_prefill_tokens > 0])
 
     def _send(self, due_s: float | None) -> None:
         if self._is_stopped or self._next_s != due_s:

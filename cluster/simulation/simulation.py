@@ -189,7 +189,7 @@ class Simulation:
             self._timeline,
             lag_s=self._options.event_lag_s,
             loss=self._options.event_loss,
-            told_factor=spec.told_factor,
+            told=(spec.told_factor, spec.told_prefill_factor),
             rng=self._rng,
             measured=self_benchmark(spec.costs, limits.max_chunk_tokens),
         )
