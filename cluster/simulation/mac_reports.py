@@ -7,7 +7,6 @@ not lost, its sender tries again.
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cluster.kv.events import BlockEvent
 from cluster.kv.manager import KVCacheManager
@@ -16,8 +15,6 @@ from cluster.routing.index import Applied
 from cluster.routing.mac import MacInfo
 from cluster.routing.router import Router
 from cluster.routing.speed import StepSample
-from cluster.scheduling.plan import StepPlan
-from cluster.self_benchmark import sample_of
 from cluster.simulation.timeline import Timeline
 
 _GATHER_S = 0.1
@@ -70,10 +67,10 @@ class MacReports:
         """The Mac is gone."""
         self._is_stopped = True
 
-    def stepped(self, plan: StepPlan, run_s: float, num_requests: int, *, hurries: bool) -> None:
+    def stepped(self, step: StepSample, run_s: float, num_requests: int, *, hurries: bool) -> None:
         """A step has ended; `hurries` if a request has too, whose next turn may come at once."""
         self._events += self._kv.take_events()
-        self._steps.append(self._as_told(sample_of(plan), run_s))
+        self._steps.append(self._as_told(step, run_s))
         self._num_requests = num_requests
         at_s = self._timeline.now_s + (_HURRIED_GATHER_S if hurries else _GATHER_S)
         if self._next_s is None or at_s < self._next_s:
@@ -81,7 +78,14 @@ class MacReports:
             self._timeline.at(at_s, self._send, at_s)
 
     def _as_told(self, step: StepSample, run_s: float) -> StepSample:
-        return replace(step, seconds=run_s * self._told[step.num_prefill_tokens > 0])
+        seconds = run_s * self._told[step.num_prefill_tokens > 0]
+        return StepSample(
+            step.num_prefill_tokens,
+            step.prefill_context_tokens,
+            step.num_decoding,
+            step.decode_context_tokens,
+            seconds,
+        )
 
     def _send(self, due_s: float | None) -> None:
         if self._is_stopped or self._next_s != due_s:

@@ -25,6 +25,7 @@ from cluster.scheduling.errors import QueueFull, RequestTooLong
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Request, SamplingParams, Update
 from cluster.scheduling.scheduler import Scheduler
+from cluster.self_benchmark import sample_of
 from cluster.simulation.errors import SimulationError
 from cluster.simulation.failures import Failure
 from cluster.simulation.fleet import FleetSpec, MacSpec
@@ -298,8 +299,8 @@ class Simulation:
 
     def _stepped(self, mac: SimulatedMac, plan: StepPlan, result: StepResult, updates: list[Update]) -> None:
         now_s, slot = self._timeline.now_s, self._slots[mac.name]
-        num_prefill = sum(part.num_tokens for part in plan.slices if part.num_tokens > 1)
-        self._usage[mac.name].add(now_s, result.run_s, num_prefill, len(updates), mac.scheduler)
+        step = sample_of(plan)
+        self._usage[mac.name].add(now_s, result.run_s, step.num_prefill_tokens, len(updates), mac.scheduler)
         hurries = False
         for update in updates:
             live = slot.live[update.request_id]
@@ -319,7 +320,7 @@ class Simulation:
                 mac.forget(live.index)
                 self._end(live)
         assert slot.reports is not None
-        slot.reports.stepped(plan, result.run_s, len(slot.live), hurries=hurries)
+        slot.reports.stepped(step, result.run_s, len(slot.live), hurries=hurries)
 
     def _end(self, live: _Live, rejected: str = "") -> None:
         now_s = self._timeline.now_s
