@@ -7,7 +7,8 @@
 defaults for all cases. Policies were tuned on sessions with even numbers (`--half even`); the report is of the odd
 ones. "-wrong" is our policy on a fleet that tells it wrong step times: those with prefill twice as long as they were;
 "-skewed": all steps of every other Mac twice as long. A run can be cut in pieces: `--rows-out` keeps its rows,
-`--rows-in` reports them. One JSON line on stdout; progress and tables on stderr. It ends with 0 whatever the figures are.
+`--rows-in` reports them. One JSON line on stdout; progress and tables on stderr. It ends with 0 whatever the figures
+are.
 """
 
 import argparse
