@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -91,7 +92,8 @@ A fleet file (a class must say the two first fields, the others have defaults):
 @click.option(
     "--plots", "plot_folder", default=None, type=click.Path(file_okay=False, path_type=Path), help="For PNGs."
 )
-def simulate(trace: Path, as_json: bool, plot_folder: Path | None, **options: Any) -> None:
+@click.pass_context
+def simulate(context: click.Context, trace: Path, as_json: bool, plot_folder: Path | None, **options: Any) -> None:
     """Run TRACE on a simulated fleet, and show times, hit rates and loads.
 
     The router, the KV managers and the schedulers are those that serve; only the model is replaced by a cost model
@@ -99,6 +101,7 @@ def simulate(trace: Path, as_json: bool, plot_folder: Path | None, **options: An
     --request-log` writes. Equal options give equal results. Speeds are yours to give: the defaults are arithmetic for
     an 8B model, nobody measured them.
     """
+    _refuse_both(context, options)
     try:
         if plot_folder is not None:
             plots.check_plots()
@@ -120,6 +123,16 @@ def simulate(trace: Path, as_json: bool, plot_folder: Path | None, **options: An
             click.echo(json.dumps({"policy": label} | run))
     else:
         report.print_summaries(summaries, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def _refuse_both(context: click.Context, options: dict[str, Any]) -> None:
+    """A fleet file tells all of the Macs."""
+    if options["fleet_file"] is None:
+        return
+    for name in ("macs", "prefill_speed", "kv_cache_memory", "model", "max_model_len"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} and --fleet: the fleet file says what its Macs are; give one of them")
 
 
 def _fleet(options: dict[str, Any]) -> FleetSpec:

@@ -127,7 +127,9 @@ class _Reader:
         names = [mac.name for mac in macs]
         if not macs or len(set(names)) < len(names):
             raise self._error(fleet, "macs must be at least one, with names of their own")
-        layers = read_layers(self._path.parent / fleet["model"]) if "model" in fleet else DENSE_8B
+        layers = DENSE_8B
+        if "model" in fleet:
+            layers = read_layers(self._path.parent / self._get(fleet, "model", str, "the fleet"))
         max_model_len = self._whole(fleet, "max_model_len", DEFAULT_MAX_MODEL_LEN, 2, "the fleet")
         return FleetSpec(tuple(macs), layers, max_model_len)
 

@@ -58,6 +58,8 @@ def test_a_fleet_file_and_a_model(trace: Path, tmp_path: Path) -> None:
     )
     told = json.loads(simulate(trace, "--fleet", fleet, "--json").stdout)
     assert [mac["name"] for mac in told["macs"]] == ["a-1", "a-2", "a-3"]
+    both = simulate(trace, "--fleet", fleet, "--macs", 3)
+    assert (both.exit_code, "--macs and --fleet" in both.stderr) == (2, True)
     config = Path(__file__).parents[2] / "configs" / "qwen3-next-80b.json"
     result = simulate(trace, "--model", config, "--max-model-len", 32768, "--json", "--macs", 2)
     assert json.loads(result.stdout)["served"] == 8, result.output
