@@ -93,7 +93,7 @@ A fleet file (a class must say the two first fields, the others have defaults):
     "--plots", "plot_folder", default=None, type=click.Path(file_okay=False, path_type=Path), help="For PNGs."
 )
 @click.pass_context
-def simulate(context: click.Context, trace: Path, as_json: bool, plot_folder: Path | None, **options: Any) -> None:
+def simulate(context: click.Context, /, trace: Path, as_json: bool, plot_folder: Path | None, **options: Any) -> None:
     """Run TRACE on a simulated fleet, and show times, hit rates and loads.
 
     The router, the KV managers and the schedulers are those that serve; only the model is replaced by a cost model
