@@ -99,6 +99,11 @@ class MacEngine:
         return self._config.batch.max_num_batched_tokens
 
     @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens of one prompt in a step."""
+        return self._scheduler_config().max_chunk_tokens
+
+    @property
     def is_ready(self) -> bool:
         """The worker has its model and takes plans."""
         return self._is_running

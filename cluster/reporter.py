@@ -110,6 +110,7 @@ class Reporter:
             token_capacity=engine.kv.layout.token_capacity,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_chunk_tokens=engine.max_chunk_tokens,
             is_caching=engine.kv.is_caching,
         )
         answer = await self._router(

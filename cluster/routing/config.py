@@ -32,6 +32,9 @@ class RoutingConfig:
     work_weight: float = 0.1
     crowd_weight: float = 0.5
     pressure_weight: float = 0.05
+    # Of each second that is waited for a prompt under way to compute what is shared with it: 1 keeps siblings together
+    # until the rest of the queue costs more than prefilling again, 0 sends them where their first tokens come soonest.
+    sibling_weight: float = 1.0
     # Of each second that a decoding row is held up, and of the answer's own seconds.
     stall_weight: float = 0.1
     decode_weight: float = 0.3
@@ -48,6 +51,7 @@ class RoutingConfig:
         for name in (
             *("expected_output_tokens", "max_waiting"),
             *("work_weight", "crowd_weight", "pressure_weight", "stall_weight", "decode_weight"),
+            "sibling_weight",
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

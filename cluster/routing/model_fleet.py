@@ -17,7 +17,7 @@ from cluster.routing.load import Booking, LoadBook
 from cluster.routing.mac import MacInfo, MacState, MacStatus
 from cluster.routing.match import Depths
 from cluster.routing.policy import WORK_HALF_LIFE_S, Policy, View
-from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of
+from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of, terms_of
 from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs
 
 # Weight of one answer's length in the usual one.
@@ -345,9 +345,11 @@ class ModelFleet:
         """
         first_s = {}
         for slot in view.open_slots:
-            own_s = prefill_s(view.standings[slot], view.num_matched[slot], view.num_tokens)
-            is_known = self.at(slot).speed.num_observed >= NUM_SCALING
-            first_s[slot] = view.standings[slot].wait_s + own_s if is_known else 0.0
+            if self.at(slot).speed.num_observed < NUM_SCALING:
+                first_s[slot] = 0.0
+                continue
+            depths = view.num_held[slot], view.num_matched[slot]
+            first_s[slot] = terms_of(view.standings[slot], *depths, view.num_tokens, view.num_output).first_token_s
         late = {
             slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
             for slot, seconds in first_s.items()
@@ -380,7 +382,7 @@ class ModelFleet:
 _MAX_SESSIONS = 16_384
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
-_NOBODY = Standing(*(float("inf"),) * 2, *(0.0,) * 3, 1, *(0.0,) * 10, 0, 0, 0, 0, 1)
+_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 14, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 

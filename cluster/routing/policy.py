@@ -1,9 +1,10 @@
 """Which Mac: the one where the request costs the least predicted seconds. The seam for other policies is `Policy`."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
-from cluster.routing.predict import Standing, least_s, terms_of
+from cluster.routing.predict import Standing, base_s, beside_s
 
 # A difference below this share of the best total, or below what a person notices, is noise of the learnt speeds and no
 # reason to pile up work on one Mac.
@@ -52,13 +53,16 @@ class PredictedSeconds:
         """See the class. O(slots)."""
         num_tokens, num_output = view.num_tokens, view.num_output
         standings, num_held, num_matched = view.standings, view.num_held, view.num_matched
-        # Most Macs are out of the question by what they cost at least; only the others are worked out.
-        bounds = [(least_s(standings[slot], num_matched[slot], num_tokens), slot) for slot in view.open_slots]
-        limit_s, totals = float("inf"), []
-        for bound_s, slot in sorted(bounds):
-            if bound_s > limit_s:
-                break
-            total_s = terms_of(standings[slot], num_held[slot], num_matched[slot], num_tokens, num_output).total_s
+        limit_s, totals = inf, []
+        bases = base_s(standings, view.open_slots, num_matched, num_tokens, num_output)
+        for base, slot in sorted(zip(bases, view.open_slots, strict=True)):
+            # Most Macs are out of the question by that already; for the others it is worked out what prompts under way
+            # there add, or take off.
+            if base > limit_s and num_matched[slot] <= num_held[slot]:
+                continue
+            total_s = base
+            if standings[slot].wait_s:
+                total_s += beside_s(standings[slot], num_held[slot], num_matched[slot], num_tokens, num_output)
             totals.append((total_s, slot))
             limit_s = min(limit_s, max(total_s * (1 + TIE), total_s + TIE_S))
         equal = [slot for total_s, slot in totals if total_s <= limit_s]

@@ -13,9 +13,12 @@ A step has room for several prompts' chunks, so a short prompt does not wait for
 of them one prompt's, and two abreast, a new one of n seconds gets its first token after 2 (W - L) + n + min(n, 2 L - W)
 if that prompt is more than half of all, else after W + n.
 
-All but the first two are weighted: others bear them, or they come after the first token.
+What the request shares with a prompt under way (`shared_s`) is taken off the wait, for elsewhere it would have to
+compute the same tokens: so siblings stay together until the rest of the queue costs more than prefilling again. All but
+the first two terms are weighted: others bear them, or they come after the first token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +34,9 @@ _MOST_BUSY = 0.85
 class Standing(NamedTuple):
     """One Mac as a decision sees it; made anew whenever one of these changes. Terms of the request are left open."""
 
+    # What `base_s` reads of every Mac, side by side: start_s, token_s, context_s, 1 + pressure, stall, stall_tokens,
+    # decode_s, decode_context_s.
+    line: tuple[float, float, float, float, float, float, float, float]
     # All prefill booked there; then, until the request's prompt gets its share of the steps, and until another prompt
     # no longer takes half of them.
     wait_s: float
@@ -39,7 +45,6 @@ class Standing(NamedTuple):
     # Seconds of a prefill token, and of it for each token of its context; tokens of one chunk.
     token_s: float
     context_s: float
-    chunk_tokens: int
     # A step that has prefill, and one that only decodes.
     mixed_step_s: float
     decode_step_s: float
@@ -47,11 +52,12 @@ class Standing(NamedTuple):
     pressure: float
     # Weighted seconds that each second of prefill holds up rows that decode, and their tokens still to come.
     stall: float
-    num_output_left: float
+    stall_tokens: float
     # Weighted seconds of an answer's token, and of it for each token of the prompt; the weight itself.
     decode_s: float
     decode_context_s: float
     decode_weight: float
+    sibling_weight: float
     # Seconds of one more row, and of it for each token of its context.
     row_s: float
     row_context_s: float
@@ -77,7 +83,7 @@ class Terms:
     @property
     def total_s(self) -> float:
         """Weights are in the terms already."""
-        return self.wait_s + self.prefill_s + self.decode_s + self.stall_s + self.pressure_s
+        return self.wait_s - self.shared_s + self.prefill_s + self.decode_s + self.stall_s + self.pressure_s
 
     @property
     def first_token_s(self) -> float:
@@ -129,23 +135,29 @@ def standing_of(
     context = prefill_work / 2 / num_prefill_tokens if num_prefill_tokens else 0.0
     busy = min(_MOST_BUSY, recent_work_s / _BUSY_S)
     crowd = busy / (1.0 - busy)
+    hot = min(1.0, hot_tokens / bounds.token_capacity)
+    pressure = config.work_weight + config.crowd_weight * crowd + config.pressure_weight * hot
+    stall = config.stall_weight * num_decoding
+    # Rows that decode end before a long prompt does: a step of it is one token of theirs.
+    stall_tokens = num_output_tokens / 2 * chunk
+    decode_s = config.decode_weight * (row_s + costs.row_s * num_others)
+    decode_context_s = config.decode_weight * costs.row_context_s * (1 + num_others)
     return Standing(
+        line=(start_s, token_s, costs.context_s, 1.0 + pressure, stall, stall_tokens, decode_s, decode_context_s),
         wait_s=wait_s,
         start_s=start_s,
         beside_s=beside_s,
         token_s=token_s,
         context_s=costs.context_s,
-        chunk_tokens=chunk,
         mixed_step_s=chunk * (token_s + costs.context_s * context),
         decode_step_s=row_s,
-        pressure=config.work_weight
-        + config.crowd_weight * crowd
-        + config.pressure_weight * min(1.0, hot_tokens / bounds.token_capacity),
-        stall=config.stall_weight * num_decoding,
-        num_output_left=num_output_tokens / 2,
-        decode_s=config.decode_weight * (row_s + costs.row_s * num_others),
-        decode_context_s=config.decode_weight * costs.row_context_s * (1 + num_others),
+        pressure=pressure,
+        stall=stall,
+        stall_tokens=stall_tokens,
+        decode_s=decode_s,
+        decode_context_s=decode_context_s,
         decode_weight=config.decode_weight,
+        sibling_weight=config.sibling_weight,
         row_s=costs.row_s,
         row_context_s=costs.row_context_s,
         num_requests=num_others,
@@ -162,37 +174,68 @@ def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
 
 
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
-    """All terms of one Mac."""
+    """All terms of one Mac; they add up to `base_s` and `beside_s`."""
     own_s = prefill_s(standing, num_matched, num_tokens)
+    ahead = _ahead(standing, own_s, num_held, num_matched, num_output)
+    held_up = min(1.0, standing.stall_tokens / (num_tokens - num_matched)) if num_tokens > num_matched else 0.0
+    return Terms(
+        wait_s=standing.start_s + ahead.wait_s,
+        shared_s=ahead.shared_s * standing.sibling_weight,
+        prefill_s=own_s,
+        decode_s=num_output * (standing.decode_s + standing.decode_context_s * num_tokens) + ahead.slowed_s,
+        stall_s=own_s * held_up * standing.stall + ahead.abreast_s,
+        pressure_s=own_s * standing.pressure,
+    )
+
+
+def base_s(
+    standings: Sequence[Standing], slots: Sequence[int], num_matched: Sequence[int], num_tokens: int, num_output: float
+) -> list[float]:
+    """The total on each Mac as if no other prompt were being prefilled there: never more, unless it shares one."""
+    return [
+        start_s
+        + (token_s + context_s * (num_matched[slot] + num_tokens) / 2)
+        * ((num_tokens - num_matched[slot]) * factor + stall * min(num_tokens - num_matched[slot], stall_tokens))
+        + num_output * (decode_s + decode_context_s * num_tokens)
+        for slot in slots
+        for start_s, token_s, context_s, factor, stall, stall_tokens, decode_s, decode_context_s in (
+            standings[slot].line,
+        )
+    ]
+
+
+def beside_s(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> float:
+    """What other prompts under way there add to it; below 0 if they compute something for it."""
+    own_s = prefill_s(standing, num_matched, num_tokens)
+    ahead = _ahead(standing, own_s, num_held, num_matched, num_output)
+    return ahead.wait_s - ahead.shared_s * standing.sibling_weight + ahead.abreast_s + ahead.slowed_s
+
+
+class _Ahead(NamedTuple):
+    """More wait than until its turn, of which what it shares; steps shared with another prompt; slower decoding."""
+
+    wait_s: float
+    shared_s: float
+    abreast_s: float
+    slowed_s: float
+
+
+def _ahead(standing: Standing, own_s: float, num_held: int, num_matched: int, num_output: float) -> _Ahead:
+    if not standing.wait_s:
+        return _NOBODY_AHEAD
     abreast_s = min(own_s, standing.beside_s)
     wait_s, shared_s = standing.start_s + abreast_s, 0.0
     if num_matched > num_held:
         # It is computed by one of those ahead, whichever.
         shared_s = min(standing.wait_s, prefill_s(standing, num_held, num_matched))
         wait_s = max(wait_s, shared_s)
-    decode_s = num_output * (standing.decode_s + standing.decode_context_s * num_tokens)
-    left_s = standing.wait_s - wait_s
-    if left_s > 0.0:
-        num_slow = min(num_output, left_s / standing.mixed_step_s)
-        decode_s += standing.decode_weight * num_slow * max(0.0, standing.mixed_step_s - standing.decode_step_s)
-    held_up_s = own_s
-    if own_s > 0.0:
-        # Rows that decode end before a long prompt does: a step of it is one token of theirs.
-        held_up_s *= min(1.0, standing.num_output_left * standing.chunk_tokens / (num_tokens - num_matched))
-    return Terms(
-        wait_s=wait_s,
-        shared_s=shared_s,
-        prefill_s=own_s,
-        decode_s=decode_s,
-        stall_s=held_up_s * standing.stall + abreast_s,
-        pressure_s=own_s * standing.pressure,
-    )
+    # Prompts that are still being prefilled when it decodes.
+    num_slow = min(num_output, max(0.0, standing.wait_s - wait_s) / standing.mixed_step_s)
+    slower_s = max(0.0, standing.mixed_step_s - standing.decode_step_s)
+    return _Ahead(wait_s - standing.start_s, shared_s, abreast_s, standing.decode_weight * num_slow * slower_s)
 
 
-def least_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
-    """What the total comes to at least: all that costs little to work out."""
-    own_s = prefill_s(standing, num_matched, num_tokens)
-    return standing.start_s + own_s * (1.0 + standing.pressure)
+_NOBODY_AHEAD = _Ahead(0.0, 0.0, 0.0, 0.0)
 
 
 def _in_line(wait_s: float, longest_s: float, num_abreast: int) -> tuple[float, float]:

@@ -224,6 +224,7 @@ class Engine:
     max_model_len = 512
     max_num_seqs = 4
     max_num_batched_tokens = 64
+    max_chunk_tokens = 32
     num_requests = 0
 
     def __init__(self) -> None:

@@ -21,7 +21,9 @@ ROOT = root_hash(model=MODEL, tokenizer="t", kv_format="f16", block_size=BLOCK_S
 FULL = (KVGroup(0, 0, FullAttentionSpec(1, 8), (0, 1), 4096),)
 # Every Mac is told by `Fleet.add` to prefill 1,000 tokens a second at any context and to decode for nothing: each
 # predicted second below can be worked out in the head.
-PLAIN = RoutingConfig(lease_s=60.0, pressure_weight=0.0, stall_weight=0.0, decode_weight=0.0)
+PLAIN = RoutingConfig(
+    lease_s=60.0, work_weight=0.0, crowd_weight=0.0, pressure_weight=0.0, stall_weight=0.0, decode_weight=0.0
+)
 
 
 class Fleet:
@@ -45,6 +47,8 @@ class Fleet:
             "num_blocks": 10_000,
             "groups": FULL,
             "token_capacity": 160_000,
+            # One prompt at a time: who comes later waits for all of those before.
+            "max_chunk_tokens": 512,
         }
         return MacInfo(**(values | changes))
 

@@ -6,15 +6,15 @@ import pytest
 
 from cluster.routing.config import POLICIES, RoutingConfig
 from cluster.routing.policy import PredictedSeconds, View
-from cluster.routing.predict import MacBounds, Standing, standing_of, terms_of
+from cluster.routing.predict import MacBounds, Standing, base_s, beside_s, standing_of, terms_of
 from cluster.routing.rivals import LeastLoaded, LinearBlockCost, PrefixAffinity, RoundRobin, WeightedScores
 from cluster.routing.router import Router
 from cluster.routing.speed import StepCosts
 
 # A step costs 10 ms, a prefill token 1 ms and 1 us more for each token before it, a row 2 ms and 1 us a token.
 COSTS = StepCosts(0.010, 0.001, 1e-6, 0.002, 1e-6)
-BOUNDS = MacBounds(max_num_seqs=4, max_num_batched_tokens=500, token_capacity=10_000)
-WEIGHTS = RoutingConfig(stall_weight=0.5, decode_weight=1.0, pressure_weight=1.0)
+BOUNDS = MacBounds(max_num_seqs=4, max_num_batched_tokens=500, max_chunk_tokens=250, token_capacity=10_000)
+WEIGHTS = RoutingConfig(work_weight=0.0, crowd_weight=0.0, stall_weight=0.5, decode_weight=1.0, pressure_weight=1.0)
 
 
 def standing(config: RoutingConfig = WEIGHTS, costs: StepCosts = COSTS, **bookings: float) -> Standing:
@@ -93,6 +93,56 @@ class TestTerms:
             terms = terms_of(standing(hot_tokens=hot_tokens), 0, 0, 500, 0.0)
             assert terms.pressure_s == pytest.approx(share * terms.prefill_s)
 
+    def test_a_short_prompt_runs_beside_a_long_one(self) -> None:
+        """Two abreast, 900 tokens booked, 700 of them one prompt's: the others go first, then both at half speed."""
+        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
+        work = 700 * 700 + 200 * 200
+        busy = standing(
+            costs=flat, num_prefilling=2, num_prefill_tokens=900, prefill_work=work, longest=(700, 700 * 700)
+        )
+        assert (busy.wait_s, busy.start_s, busy.beside_s) == pytest.approx((0.9, 0.4, 0.5))
+        short = terms_of(busy, 0, 0, 100, 0.0)
+        assert short.wait_s == pytest.approx(0.4 + 0.1)
+        assert short.stall_s == pytest.approx(0.1), "the long one is held up as long"
+        long = terms_of(busy, 0, 0, 1_000, 0.0)
+        assert long.first_token_s == pytest.approx(0.9 + 1.0), "in the end it waits for all"
+
+    def test_an_even_queue_is_waited_for(self) -> None:
+        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
+        for longest in ((0, 0), (300, 300 * 300)):
+            work = 3 * 300 * 300
+            even = standing(costs=flat, num_prefilling=3, num_prefill_tokens=900, prefill_work=work, longest=longest)
+            assert (even.start_s, even.beside_s) == (even.wait_s, 0.0)
+
+    def test_prompts_that_are_left_slow_its_decoding(self) -> None:
+        """Those of the queue that are prefilled after its own first token: each of their steps is one of its tokens."""
+        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
+        busy = standing(
+            costs=flat, num_prefilling=1, num_prefill_tokens=2_000, prefill_work=2_000**2, longest=(2_000, 2_000**2)
+        )
+        terms = terms_of(busy, 0, 0, 500, 100.0)
+        # 1.5 s of it are left then, in steps of 250 ms.
+        assert terms.decode_s == pytest.approx(1.5)
+        assert terms_of(busy, 0, 0, 500, 2.0).decode_s == pytest.approx(2 * 0.25)
+
+    def test_what_is_busy_costs_those_who_come_later(self) -> None:
+        config = RoutingConfig(work_weight=0.1, crowd_weight=0.5, pressure_weight=0.0)
+        idle, busy, full = (standing(config, recent_work_s=work_s).pressure for work_s in (0.0, 43.3, 10_000.0))
+        assert idle == pytest.approx(0.1)
+        assert busy == pytest.approx(0.1 + 0.5 * 1.0)
+        assert full == pytest.approx(0.1 + 0.5 * 0.85 / 0.15)
+
+    def test_rows_that_end_before_a_long_prompt_are_held_up_no_longer(self) -> None:
+        """50 tokens are left to each of two rows, so 50 steps of 250 tokens."""
+        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
+        mac = standing(costs=flat, num_decoding=2)
+        assert terms_of(mac, 0, 0, 12_500, 0.0).stall_s == pytest.approx(12.5)
+        assert terms_of(mac, 0, 0, 50_000, 0.0).stall_s == pytest.approx(12.5)
+
+    def test_a_prompt_that_is_all_there_costs_nothing(self) -> None:
+        terms = terms_of(standing(num_decoding=2), 100, 100, 100, 0.0)
+        assert (terms.prefill_s, terms.stall_s, terms.pressure_s) == (0.0, 0.0, 0.0)
+
     def test_what_a_sibling_computes_is_not_waited_for(self) -> None:
         """900 of the 950 booked tokens are the request's own prefix: anywhere else it would compute them itself."""
         flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
@@ -134,6 +184,30 @@ class TestPredictedSeconds:
         assert choose(view(macs, [0, 0, 0], bookings=[3, 1, 2], work=[0.0, 9.0, 0.2])) == 2
         assert choose(view(macs, [16, 0, 0], bookings=[3, 1, 2], work=[5.0, 9.0, 0.2])) == 0
         assert choose(view(macs, [16, 0, 0], bookings=[3, 1, 2], work=[5.0, 9.0, 0.2], hint=1)) == 1
+
+    def test_siblings_are_worked_out_though_the_queue_alone_would_rule_them_out(self) -> None:
+        """A Mac with two seconds of a shared prompt booked, against an idle one where all would be computed again."""
+        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
+        warm = standing(costs=flat, num_prefilling=1, num_prefill_tokens=2_000, prefill_work=2_000**2)
+        choose = PredictedSeconds().choose
+        assert choose(view([standing(costs=flat), warm], [0, 0], [0, 1_900], num_tokens=2_000)) == 1
+        assert choose(view([standing(costs=flat), warm], [0, 0], [0, 0], num_tokens=2_000)) == 0
+
+    def test_the_terms_add_up_to_what_is_compared(self) -> None:
+        busy = standing(
+            num_prefilling=2,
+            num_prefill_tokens=900,
+            prefill_work=900 * 1_900,
+            num_decoding=2,
+            decode_context_tokens=5_000,
+            longest=(700, 700 * 1_900),
+            hot_tokens=4_000,
+            recent_work_s=20.0,
+        )
+        for held, matched, num_tokens in ((0, 0, 500), (0, 480, 500), (64, 64, 3_000), (499, 499, 500), (0, 16, 9_000)):
+            total = base_s([busy], [0], [matched], num_tokens, 80.0)[0]
+            total += beside_s(busy, held, matched, num_tokens, 80.0)
+            assert terms_of(busy, held, matched, num_tokens, 80.0).total_s == pytest.approx(total)
 
     def test_closed_macs_are_never_chosen(self) -> None:
         assert PredictedSeconds().choose(view([standing()] * 3, [900, 0, 900], open_slots=[1])) == 1

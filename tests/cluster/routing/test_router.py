@@ -15,6 +15,7 @@ from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, 
 from cluster.routing.index import Applied
 from cluster.routing.mac import MacState
 from cluster.routing.router import NUM_DECISIONS_KEPT, Router
+from cluster.routing.speed import StepSample
 
 OTHER_ROOT = root_hash(model="other", tokenizer="t", kv_format="f16", block_size=16)
 
@@ -543,6 +544,24 @@ class TestOperators:
 
 
 class TestLearning:
+    def test_a_mac_starts_from_what_the_others_are_and_then_learns(self, fleet, prefill_sample) -> None:
+        fleet.router.join(fleet.info("a"))
+        fleet.router.observe_steps("a", [])
+        assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(500.0, rel=0.02)
+        fleet.router.observe_steps("a", [prefill_sample(512, 0.1)] * 5)
+        fleet.router.join(fleet.info("b"))
+        speeds = {each.info.name: each.prefill_tokens_per_s for each in fleet.router.fleet()}
+        assert speeds["b"] == pytest.approx(speeds["a"]) == pytest.approx(5_120, rel=0.01)
+        fleet.router.observe_steps("b", [prefill_sample(512, 0.2)])
+        assert fleet.router.fleet()[1].prefill_tokens_per_s == pytest.approx(2_560, rel=0.01)
+
+    def test_of_a_report_s_steps_that_only_decode_one_is_learnt_from(self, fleet, prefill_sample) -> None:
+        """They are all alike, and many; a prefill among them must not be drowned."""
+        fleet.router.join(fleet.info("a"))
+        decode = StepSample(0, 0.0, 4, 4_000, 0.05)
+        fleet.router.observe_steps("a", [decode, decode, prefill_sample(512, 0.1), decode, decode])
+        assert fleet.router._fleets["tiny"].members["a"].speed.num_observed == 2
+
     def test_answers_tell_how_long_answers_are(self, fleet, prompt_of) -> None:
         fleet.add("a")
         for number in range(300):
