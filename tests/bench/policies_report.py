@@ -18,11 +18,11 @@ _E2E_SLACK = 0.03
 _HIT_ERROR = 0.01
 
 
-def table(rows: Sequence[Row], width: int = 150) -> str:
+def table(rows: Sequence[Row], width: int = 170) -> str:
     """A line for each case and policy, means over the seeds; in brackets the lowest and the highest seed."""
     shown = Table()
     for name in ("workload", "fleet", "model", "policy"):
-        shown.add_column(name)
+        shown.add_column(name, no_wrap=True)
     for name in ("hit rate", "off by", "TTFT mean", "(seeds)", "p50", "p90", "e2e mean", "(seeds)", "rejected"):
         shown.add_column(name, justify="right")
     for key, by_policy in _cases(rows).items():
