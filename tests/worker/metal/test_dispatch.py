@@ -11,7 +11,7 @@ from worker.kv_shapes import LayerShape
 from worker.metal import twins
 from worker.metal.dispatch import choose_kernels
 from worker.metal.paged_decode import MERGE_SOURCE, PARTIALS_SOURCE, _heads_per_group, _splits
-from worker.metal.write_kv import SOURCE as WRITE_SOURCE
+from worker.metal.write_kv import WRITE_SOURCE
 
 _LAYERS = (LayerShape(num_kv_heads=2, head_dim=64, dtype=mx.float32),)
 
