@@ -1,9 +1,9 @@
 """`write_kv` and `put_blocks`: store K and V rows, or whole blocks, into the pools, in place.
 
 MLX gives a kernel fresh outputs only, so a pool is an input that the kernel writes through. MLX orders kernels by their
-arrays and sees no write here: so each kernel copies a small integer array, `carried`, to its output. Who reads the pool
-afterwards takes the copy for its context lengths, tiles or indices, which is both the order in the graph and the memory
-barrier; who writes it afterwards takes it as `after`. A kernel never loads from the pool that it writes.
+arrays and sees no write here. So each kernel's output is a token, one int32 zero: whatever reads or writes the pool
+afterwards takes it as the input `after`, or adds it to its indices (`tie`), which is both the order in the graph and
+the memory barrier. A kernel never loads from the pool that it writes.
 """
 
 from typing import Any
@@ -41,10 +41,8 @@ WRITE_SOURCE = r"""
       }
     }
   }
-  if (row == 0 && head == 0) {
-    for (uint i = part; i < uint(carried_shape[0]); i += threads_per_grid.x) {
-      token[i] = carried[i];
-    }
+  if (row == 0 && head == 0 && part == 0) {
+    token[0] = 0;
   }
 """
 
@@ -60,10 +58,8 @@ PUT_SOURCE = r"""
       target[i] = contents[from + i * contents_strides[1]];
     }
   }
-  if (row == 0) {
-    for (uint i = uint(part); i < uint(carried_shape[0]); i += threads_per_grid.x) {
-      token[i] = carried[i];
-    }
+  if (row == 0 && part == 0) {
+    token[0] = 0;
   }
 """
 
@@ -82,14 +78,13 @@ class WriteKV:
         slots: mx.array,
         key_pool: mx.array,
         value_pool: mx.array,
-        carried: mx.array | None = None,
         after: mx.array | None = None,
     ) -> mx.array:
         """Write `keys [rows, num_kv_heads, head_dim]` and `values` at `slots [rows]` int32; -1 skips a row.
 
         Pools are `[num_blocks, num_kv_heads, block_size, head_dim]`, or the same with the first two axes as one; they
         are evaluated, contiguous arrays of at least 8 elements. Rows may be strided. No two rows name the same slot.
-        Returns `carried`, a one-dimensional int32 array, as the token. Raises ValueError.
+        `after` is a token, or any array to wait for. Returns the token. Raises ValueError.
         """
         rows, num_kv_heads, head_dim = keys.shape
         value_dim = values.shape[2]
@@ -101,12 +96,11 @@ class WriteKV:
                 f"values {values.shape} and their pool {value_pool.shape} do not go with keys {keys.shape} and their "
                 f"pool {key_pool.shape}"
             )
-        carried, after = order_inputs(carried, after)
         parts = max(head_dim, value_dim) // _VEC
         token: mx.array
         (token,) = self._kernel(dtype_tag(key_pool.dtype))(
-            inputs=[keys, values, slots, key_pool, value_pool, carried, after],
-            output_shapes=[carried.shape],
+            inputs=[keys, values, slots, key_pool, value_pool, nothing_if(after)],
+            output_shapes=[(1,)],
             output_dtypes=[mx.int32],
             grid=(parts, num_kv_heads, rows),
             threadgroup=(parts, largest_divisor(num_kv_heads, _MAX_THREADS // parts), 1),
@@ -118,7 +112,7 @@ class WriteKV:
         if tag not in self._by_dtype:
             self._by_dtype[tag] = self._metal_kernel(
                 name=f"cidery_write_kv_{tag}",
-                input_names=["keys", "values", "slots", "key_pool", "value_pool", "carried", "after"],
+                input_names=["keys", "values", "slots", "key_pool", "value_pool", "after"],
                 output_names=["token"],
                 source=WRITE_SOURCE,
                 # A silent copy of a pool would swallow the writes.
@@ -139,24 +133,22 @@ class PutBlocks:
         contents: mx.array,
         block_ids: mx.array,
         pool: mx.array,
-        carried: mx.array | None = None,
         after: mx.array | None = None,
     ) -> mx.array:
         """Write `contents [rows, ...]` to the blocks `block_ids [rows]` int32 of `pool [num_blocks, ...]`; -1 skips.
 
         A block has any size. `contents` may be a broadcast scalar: that fills blocks. No two rows name the same block.
-        Returns `carried` as the token, like `WriteKV`. Raises ValueError.
+        `after` is a token, or any array to wait for. Returns the token. Raises ValueError.
         """
         rows = contents.shape[0]
         if contents.dtype != pool.dtype or contents.shape[1:] != pool.shape[1:]:
             raise ValueError(f"{contents.dtype} {contents.shape} are no blocks of a {pool.dtype} pool {pool.shape}")
-        carried, after = order_inputs(carried, after)
         size = int(np.prod(pool.shape[1:]))
         vec = next(width for width in (_VEC, 2, 1) if size % width == 0)
         token: mx.array
         (token,) = self._kernel(dtype_tag(pool.dtype))(
-            inputs=[contents.reshape(rows, size), block_ids, pool, carried, after],
-            output_shapes=[carried.shape],
+            inputs=[contents.reshape(rows, size), block_ids, pool, nothing_if(after)],
+            output_shapes=[(1,)],
             output_dtypes=[mx.int32],
             grid=(size // vec, rows, 1),
             threadgroup=(min(size // vec, _MAX_THREADS), 1, 1),
@@ -168,7 +160,7 @@ class PutBlocks:
         if tag not in self._by_dtype:
             self._by_dtype[tag] = self._metal_kernel(
                 name=f"cidery_put_blocks_{tag}",
-                input_names=["contents", "block_ids", "pool", "carried", "after"],
+                input_names=["contents", "block_ids", "pool", "after"],
                 output_names=["token"],
                 source=PUT_SOURCE,
                 ensure_row_contiguous=False,
@@ -177,35 +169,24 @@ class PutBlocks:
 
 
 def move_blocks(
-    put: PutBlocks,
-    pool: mx.array,
-    sources: mx.array,
-    targets: mx.array,
-    carried: mx.array | None = None,
-    after: mx.array | None = None,
+    put: PutBlocks, pool: mx.array, sources: mx.array, targets: mx.array, after: mx.array | None = None
 ) -> mx.array:
-    """Copy blocks `sources [n]` of a pool to `targets [n]`, both int32; the token.
+    """Copy blocks `sources [n]` of a pool to `targets [n]`, both int32, behind the token `after`; the token.
 
-    All sources are read before any target is written, so the copies of one call may chain or swap. The read is MLX's
-    own gather: its index comes from `after`, and that orders it behind the last write.
+    All sources are read before any target is written, so the copies of one call may chain or swap.
     """
-    if after is not None:
-        sources = tie(sources, after)
-    return put(pool[sources], targets, pool, carried, after)
+    contents = pool[sources if after is None else tie(sources, after)]
+    return put(contents, targets, pool, after)
 
 
 def tie(index: mx.array, token: mx.array) -> mx.array:
-    """`index`, to be had only after the kernel that gave `token` has run: for readers that take no token themselves."""
-    return index + token.reshape(-1)[:1] * 0
+    """`index` for a reader that takes no token itself: not to be had before the kernel that gave the token has run."""
+    return index + token
 
 
-def order_inputs(carried: mx.array | None, after: mx.array | None) -> tuple[mx.array, mx.array]:
-    """What a kernel that writes in place takes where nothing is to be carried or waited for."""
-    nothing = mx.zeros((1,), mx.int32)
-    carried = nothing if carried is None else carried
-    if carried.dtype != mx.int32 or carried.ndim != 1 or carried.size == 0:
-        raise ValueError(f"carried {carried.dtype} {carried.shape}: a one-dimensional int32 array is needed")
-    return carried, nothing if after is None else after
+def nothing_if(after: mx.array | None) -> mx.array:
+    """What a kernel takes as `after` where there is nothing to wait for."""
+    return mx.zeros((1,), mx.int32) if after is None else after
 
 
 def largest_divisor(number: int, at_most: int) -> int:

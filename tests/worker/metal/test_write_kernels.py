@@ -61,7 +61,7 @@ def _write(host, dtype, heads, head_dim, value_dim, block_size, slots=_ONE):
             if slot >= 0:
                 want[slot // block_size, :, slot % block_size] = _bits(new)[row]
     mx.eval(pools)
-    token = WriteKV(host)(*rows, mx.array(slots, mx.int32), *pools, carried=mx.array([5, 300, 7], mx.int32))
+    token = WriteKV(host)(*rows, mx.array(slots, mx.int32), *pools)
     return pools, expected, token
 
 
@@ -71,14 +71,14 @@ def test_rows_go_to_their_slots_and_nowhere_else(case, slots):
     pools, expected, token = _write(MslHost(seeds=_SEEDS), *case, slots=slots)
     for pool, want in zip(pools, expected, strict=True):
         assert np.array_equal(_bits(pool), want)
-    assert token.tolist() == [5, 300, 7], "the token carries what readers need"
+    assert token.tolist() == [0]
 
 
 def test_all_rows_skipped_is_a_write_of_nothing():
     pools, expected, token = _write(MslHost(seeds=_SEEDS), *_WRITES[0], slots=(-1, -1))
     for pool, want in zip(pools, expected, strict=True):
         assert np.array_equal(_bits(pool), want)
-    assert token.tolist() == [5, 300, 7]
+    assert token.tolist() == [0]
 
 
 def test_slots_of_a_pool_beyond_32_bits():
@@ -147,4 +147,4 @@ def test_contents_of_another_shape_are_refused():
 
 
 def test_a_tied_index_has_the_values_of_the_index():
-    assert tie(mx.array([3, 1]), mx.array([7, 8, 9], mx.int32)).tolist() == [3, 1]
+    assert tie(mx.array([3, 1], mx.int32), mx.zeros(1, mx.int32)).tolist() == [3, 1]
