@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.write_kv import largest_divisor, nothing_if
@@ -78,6 +79,22 @@ def check_format(head_dim: int, bits: int, group_size: int) -> None:
         raise ValueError(f"head_dim {head_dim} is no multiple of the group of {group_size}")
 
 
+def write_twin(rows: mx.array, slots: mx.array, pool: QuantizedPool) -> None:
+    """`WriteQuantized` in plain MLX: `mx.quantize` and three scatters, in place while nobody else holds the arrays."""
+    _check_rows(rows, pool)
+    kept = mx.array(np.flatnonzero(np.array(slots) >= 0).astype(np.int32))
+    blocks, offsets = slots[kept] // pool.shape[2], slots[kept] % pool.shape[2]
+    parts = mx.quantize(rows[kept], group_size=pool.group_size, bits=pool.bits)
+    index = blocks[:, None], mx.arange(pool.shape[1]), offsets[:, None]
+    for array, part in zip((pool.packed, pool.scales, pool.biases), parts, strict=True):
+        array[index] = part
+
+
+def _check_rows(rows: mx.array, pool: QuantizedPool) -> None:
+    if rows.dtype != pool.dtype or rows.shape[1:] != (pool.shape[1], pool.shape[3]):
+        raise ValueError(f"rows {rows.dtype} {rows.shape} do not fit a {pool.dtype} pool {pool.shape}")
+
+
 # A simdgroup quantises one group. The lanes of a word join their parts by shuffles.
 SOURCE = r"""
   constexpr int EPL = GROUP / 32;
@@ -98,11 +115,12 @@ SOURCE = r"""
       const int64_t from = row * rows_strides[0] + head * rows_strides[1];
       x[i] = float(rows[from + (part * GROUP + lane * EPL + i) * rows_strides[2]]);
       low = i == 0 ? x[i] : metal::min(low, x[i]);
-      high = metal::max(high, x[i]);
+      high = i == 0 ? x[i] : metal::max(high, x[i]);
     }
     low = simd_min(low);
     high = simd_max(high);
-    // The end of the range that is further from zero falls on a level, and so does zero.
+    // The end of the range that is further from zero falls on a level, and zero on another. MLX on Metal takes
+    // zero for the upper end where all are negative; this keeps to the range, as MLX on a CPU does.
     float scale = metal::max((high - low) / LEVELS, 1e-7f);
     const bool is_low = metal::abs(low) > metal::abs(high);
     scale = is_low ? scale : -scale;
@@ -145,9 +163,8 @@ class WriteQuantized:
 
         The arrays of the pool are written in place, like those of `WriteKV`; `rows` may be strided. Raises ValueError.
         """
+        _check_rows(rows, pool)
         num_rows, num_kv_heads, head_dim = rows.shape
-        if rows.dtype != pool.dtype or (num_kv_heads, head_dim) != (pool.shape[1], pool.shape[3]):
-            raise ValueError(f"rows {rows.dtype} {rows.shape} do not fit a {pool.dtype} pool {pool.shape}")
         groups = num_kv_heads * head_dim // pool.group_size
         token: mx.array
         (token,) = self._kernel(dtype_tag(rows.dtype))(

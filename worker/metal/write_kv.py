@@ -1,7 +1,7 @@
 """`write_kv` and `put_blocks`: store K and V rows, or whole blocks, into the pools, in place.
 
 MLX gives a kernel fresh outputs only, so a pool is an input that the kernel writes through. MLX orders kernels by their
-arrays and sees no write here. So each kernel's output is a token, one int32 zero: whatever reads or writes the pool
+arrays and sees no write here. So each kernel's output is a token, one int32: whatever reads or writes the pool
 afterwards takes it as the input `after`, or adds it to its indices (`tie`), which is both the order in the graph and
 the memory barrier. A kernel never loads from the pool that it writes.
 """
@@ -181,7 +181,7 @@ def move_blocks(
 
 def tie(index: mx.array, token: mx.array) -> mx.array:
     """`index` for a reader that takes no token itself: not to be had before the kernel that gave the token has run."""
-    return index + token
+    return index + token[:1] * 0
 
 
 def nothing_if(after: mx.array | None) -> mx.array:

@@ -193,7 +193,7 @@ def test_inputs_that_do_not_go_together_are_refused():
     data = make(_CASES[0])
     kernel = PagedPrefill(MslHost())
     rest = data.keys, data.values, data.rows, data.options
-    with pytest.raises(ValueError, match="queries are mlx.core.float32"):
+    with pytest.raises(ValueError, match="queries are"):
         kernel(data.queries.astype(_F32), *rest)
     with pytest.raises(ValueError, match="do not go with pools"):
         kernel(data.queries[:, :5], *rest)
