@@ -149,12 +149,21 @@ class PoolWriter(ABC):
                 self._check_unread(pool)
             self._move(pools, mx.array(list(sources), mx.int32), mx.array(list(targets), mx.int32))
 
+    def put(self, pool: Pool, contents: mx.array, block_ids: Sequence[int]) -> None:
+        """Store whole blocks, `contents [len(block_ids), *block_shape]`: states, for one."""
+        self._check_unread(pool)
+        if len(set(block_ids)) != len(block_ids):
+            raise ValueError(f"blocks {block_ids}: one is there twice")
+        if contents.shape != (len(block_ids), *pool.block_shape) or contents.dtype != pool.dtype:
+            raise ValueError(f"pool {pool.name}: {contents.dtype} {contents.shape} are not {len(block_ids)} blocks")
+        if block_ids:
+            self._put(pool, contents, mx.array(list(block_ids), mx.int32))
+
     def fill(self, pools: Sequence[Pool], block_ids: Sequence[int], value: float = 0.0) -> None:
         """Set whole blocks to one value."""
-        if block_ids:
-            for pool in pools:
-                self._check_unread(pool)
-                self._fill(pool, mx.array(sorted(set(block_ids)), mx.int32), value)
+        ids = sorted(set(block_ids))
+        for pool in pools:
+            self.put(pool, mx.broadcast_to(mx.array(value, pool.dtype), (len(ids), *pool.block_shape)), ids)
 
     def read(self, pools: Sequence[Pool], reader: Callable[..., Result]) -> Result:
         """`reader(*arrays, after=token)`: what it gives is computed from the pools with all writes so far in them.
@@ -201,7 +210,7 @@ class PoolWriter(ABC):
     def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None: ...
 
     @abstractmethod
-    def _fill(self, pool: Pool, block_ids: mx.array, value: float) -> None: ...
+    def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None: ...
 
     @abstractmethod
     def _order(self, pools: Sequence[Pool]) -> mx.array | None: ...
@@ -240,10 +249,10 @@ class ScatterWriter(PoolWriter):
         for pool, content in zip(pools, contents, strict=True):
             self._arrays[pool.name][targets] = content
 
-    def _fill(self, pool: Pool, block_ids: mx.array, value: float) -> None:
-        self._arrays[pool.name][block_ids] = mx.array(value, pool.dtype)
+    def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
+        self._store(pool, block_ids, contents)
 
-    def _store(self, pool: Pool, index: tuple[mx.array, ...], values: mx.array) -> None:
+    def _store(self, pool: Pool, index: mx.array | tuple[mx.array, ...], values: mx.array) -> None:
         kept_as = self._kept_as[pool.name]
         if kept_as == pool.block_shape:
             self._arrays[pool.name][index] = values
@@ -276,13 +285,24 @@ class InPlaceWriter(PoolWriter):
     def __init__(self, metal_kernel: MetalKernel) -> None:
         super().__init__()
         self._write_kv = WriteKV(metal_kernel)
-        self._put = PutBlocks(metal_kernel)
+        self._put_blocks = PutBlocks(metal_kernel)
         self._write_quantized = WriteQuantized(metal_kernel)
         self._join = _Join(metal_kernel)
         self._written: dict[str, mx.array] = {}
         # Of all steps so far, and of this one.
         self._past: mx.array | None = None
         self._reads: mx.array | None = None
+
+    def update(self, pools: Sequence[Pool], kernel: Callable[..., tuple[Result, mx.array]]) -> Result:
+        """`kernel(*arrays, after=token)` reads and writes the pools in place: recurrent states.
+
+        It gives its result and its token, and may load only what it itself stores.
+        """
+        for pool in pools:
+            self._check_unread(pool)
+        result, token = kernel(*map(self._seen, pools), after=self._order(pools))
+        self._written |= dict.fromkeys((pool.name for pool in pools), token)
+        return result
 
     def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
         if (
@@ -300,7 +320,7 @@ class InPlaceWriter(PoolWriter):
             places = (at * heads + np.arange(heads)) * block_size + inside
             ids = mx.array(np.where(slots.slots[:, None] < 0, -1, places).astype(np.int32).reshape(-1))
             by_slot = self._seen(pool).reshape(-1, dim)
-            self._written[pool.name] = self._put(new.reshape(-1, dim), ids, by_slot, self._order([pool]))
+            self._written[pool.name] = self._put_blocks(new.reshape(-1, dim), ids, by_slot, self._order([pool]))
 
     def _quantize(
         self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, bits: int, group_size: int
@@ -313,12 +333,10 @@ class InPlaceWriter(PoolWriter):
     def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
         for pool in pools:
             array = self._arrays[pool.name]
-            self._written[pool.name] = move_blocks(self._put, array, sources, targets, self._order([pool]))
+            self._written[pool.name] = move_blocks(self._put_blocks, array, sources, targets, self._order([pool]))
 
-    def _fill(self, pool: Pool, block_ids: mx.array, value: float) -> None:
-        array = self._arrays[pool.name]
-        content = mx.broadcast_to(mx.array(value, pool.dtype), (block_ids.size, *array.shape[1:]))
-        self._written[pool.name] = self._put(content, block_ids, array, self._order([pool]))
+    def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
+        self._written[pool.name] = self._put_blocks(contents, block_ids, self._seen(pool), self._order([pool]))
 
     def _order(self, pools: Sequence[Pool]) -> mx.array:
         tokens = {id(token): token for pool in pools if (token := self._written.get(pool.name, self._past)) is not None}

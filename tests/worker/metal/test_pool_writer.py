@@ -12,7 +12,7 @@ from tests.msl_host.in_place import IN_PLACE
 from tests.msl_host.require import require_toolchain
 from worker.metal.pool_writer import InPlaceWriter, PoolOrderError, ScatterWriter, Slots
 from worker.metal.quantized import QuantizedPool
-from worker.metal.write_kv import tie
+from worker.metal.write_kv import PutBlocks, tie
 
 _BLOCKS = 5
 # Keys and values of two heads, and a state.
@@ -145,9 +145,32 @@ class PoolWriterMachine(RuleBasedStateMachine):
         for name in names:
             self.model[name][list(targets)] = self.model[name][sources]
 
+    @rule(name=st.sampled_from(list(_SHAPES)), ids=st.sets(st.integers(0, _BLOCKS - 1), max_size=3))
+    def put(self, name, ids):
+        ids, contents = list(ids), self._numbers(len(ids), *_SHAPES[name])
+        if self._refused((name,), lambda: self.writer.put(self.pools[name], mx.array(contents), ids)):
+            return
+        self.writer.put(self.pools[name], mx.array(contents), ids)
+        self.model[name][ids] = contents
+
+    @precondition(lambda self: self.in_place)
+    @rule(block=st.integers(0, _BLOCKS - 1))
+    def update(self, block):
+        """A kernel of somebody else's, which writes in place by itself."""
+        contents = self._numbers(1, *_SHAPES["state"])
+
+        def kernel(pool, after):
+            token = PutBlocks(self.host)(mx.array(contents), mx.array([block], mx.int32), pool, after)
+            return mx.ones(1), token
+
+        if self._refused(("state",), lambda: self.writer.update([self.pools["state"]], kernel)):
+            return
+        assert self.writer.update([self.pools["state"]], kernel).item() == 1
+        self.model["state"][block] = contents[0]
+
     @rule(name=st.sampled_from(list(_SHAPES)), ids=st.lists(st.integers(0, _BLOCKS - 1), max_size=3))
     def fill(self, name, ids):
-        if ids and self._refused((name,), lambda: self.writer.fill([self.pools[name]], ids, 3.0)):
+        if self._refused((name,), lambda: self.writer.fill([self.pools[name]], ids, 3.0)):
             return
         self.writer.fill([self.pools[name]], ids, 3.0)
         self.model[name][ids] = 3.0
@@ -319,6 +342,10 @@ class TestBothRoutes:
             writer.write([pool], [mx.zeros((1, 2, 4), mx.float16)], Slots([1]))
         with pytest.raises(ValueError, match="no target twice"):
             writer.move([pool], [0, 1], [2, 2])
+        with pytest.raises(ValueError, match="there twice"):
+            writer.put(pool, mx.zeros((2, 2, 4, 4)), [1, 1])
+        with pytest.raises(ValueError, match="not 1 blocks"):
+            writer.put(pool, mx.zeros((2, 2, 4, 4)), [1])
         with pytest.raises(ValueError, match="same slot"):
             Slots([3, -1, -1, 3])
 
