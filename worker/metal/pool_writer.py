@@ -61,7 +61,7 @@ class Slots:
         used = self.slots[self.slots >= 0]
         if len(np.unique(used)) != len(used):
             raise ValueError("two rows go to the same slot")
-        self._index: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
+        self._index: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
     @cached_property
     def array(self) -> mx.array:
@@ -75,13 +75,13 @@ class Slots:
             return None
         return mx.array(np.flatnonzero(self.slots >= 0).astype(np.int32))
 
-    def index(self, num_heads: int, block_size: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Block, head and offset of the rows that go somewhere."""
+    def index(self, num_heads: int, block_size: int) -> tuple[mx.array, mx.array]:
+        """Of the rows that go somewhere: place of each head's part of the block, and offset in it."""
         key = num_heads, block_size
         if key not in self._index:
-            used = self.slots[self.slots >= 0]
-            heads = mx.arange(num_heads)
-            self._index[key] = mx.array(used[:, None] // block_size), heads, mx.array(used[:, None] % block_size)
+            used = self.slots[self.slots >= 0][:, None]
+            parts = used // block_size * num_heads + np.arange(num_heads, dtype=np.int32)
+            self._index[key] = mx.array(parts), mx.array(used % block_size)
         return self._index[key]
 
 
@@ -231,16 +231,14 @@ class ScatterWriter(PoolWriter):
 
     def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
         for pool, new in zip(pools, rows, strict=True):
-            heads, block_size, _ = pool.block_shape
-            self._store(pool, slots.index(heads, block_size), new if slots.kept is None else new[slots.kept])
+            self._store_slots(pool, new if slots.kept is None else new[slots.kept], slots)
 
     def _quantize(
         self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, bits: int, group_size: int
     ) -> None:
         parts = mx.quantize(rows if slots.kept is None else rows[slots.kept], group_size=group_size, bits=bits)
         for pool, part in zip(pools, parts, strict=True):
-            heads, block_size, _ = pool.block_shape
-            self._store(pool, slots.index(heads, block_size), part)
+            self._store_slots(pool, part, slots)
 
     def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
         contents = [self._arrays[pool.name][sources] for pool in pools]
@@ -250,17 +248,21 @@ class ScatterWriter(PoolWriter):
             self._arrays[pool.name][targets] = content
 
     def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
-        self._store(pool, block_ids, contents)
+        self._store(pool, pool.block_shape, block_ids, contents)
 
-    def _store(self, pool: Pool, index: mx.array | tuple[mx.array, ...], values: mx.array) -> None:
-        kept_as = self._kept_as[pool.name]
-        if kept_as == pool.block_shape:
-            self._arrays[pool.name][index] = values
-            return
+    def _store_slots(self, pool: Pool, rows: mx.array, slots: Slots) -> None:
+        # Two indices: a scatter with a third one for the heads takes MLX twice as long on a CPU.
+        heads, *slot_shape = pool.block_shape
+        self._store(pool, tuple(slot_shape), slots.index(heads, slot_shape[0]), rows)
+
+    def _store(
+        self, pool: Pool, row_shape: tuple[int, ...], index: mx.array | tuple[mx.array, ...], values: mx.array
+    ) -> None:
+        """`array.reshape(-1, *row_shape)[index] = values`, in place."""
         # No name may refer to the array beside its view, or the scatter copies it.
-        view = self._arrays.pop(pool.name).reshape(-1, *pool.block_shape)
+        view = self._arrays.pop(pool.name).reshape(-1, *row_shape)
         view[index] = values
-        self._arrays[pool.name] = view.reshape(-1, *kept_as)
+        self._arrays[pool.name] = view.reshape(-1, *self._kept_as[pool.name])
 
     def _order(self, pools: Sequence[Pool]) -> None:
         return None
