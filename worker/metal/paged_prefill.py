@@ -18,7 +18,8 @@ from worker.metal.write_kv import nothing_if
 _MAX_HEAD_DIM = 512
 # Elements of a head in one simdgroup: as many floats a lane as elements / 4, for output and for queries.
 _MAX_PART = 128
-_STAGED_BYTES = 24 * 1024
+# Half of what a threadgroup may have, so that two of them fit on a core.
+_THREADGROUP_BYTES = 16 * 1024
 _LOG2_E = 1.4426950408889634
 
 HEADER = r"""
@@ -192,8 +193,8 @@ _SOURCE = r"""
     for (int j = 0; j < BK / 8; j++) {
       for (int e = 0; e < 2; e++) {
         const float x = score[j].thread_elements()[e];
-        // Where a row has seen nothing yet, `best` is LOWEST too.
-        const float weight = x > LOWEST ? fast::exp2(x - best) : 0.0f;
+        // Of a row that has seen nothing yet all weights are 1, and `fade` makes them 0 when it sees something.
+        const float weight = fast::exp2(x - best);
         weights[j].thread_elements()[e] = T(weight);
         added += weight;
       }
@@ -272,11 +273,18 @@ def tile_shape(head_dim: int, dtype: mx.Dtype) -> TileShape:
     simdgroups = 4 if parts == 1 else 8
     row_bytes = head_dim * dtype.size + 16
     exchange_bytes = 0 if parts == 1 else simdgroups * 8 * 4
-    for one_buffer in (False, True):
-        for keys in (32, 16, 8):
-            if keys * (row_bytes * (1 if one_buffer else 2) + exchange_bytes) <= _STAGED_BYTES:
-                return TileShape(simdgroups // parts * 8, keys, simdgroups, parts, one_buffer)
-    raise AssertionError(f"no tile of {head_dim} {dtype}")
+    sizes = [(keys, one_buffer) for keys in (32, 16, 8) for one_buffer in (False, True)]
+    if parts == 1:
+        # Two barriers for 16 keys are no more than four for 32, and simpler.
+        sizes.sort(key=lambda size: size[1])
+    keys, one_buffer = next(
+        (keys, one_buffer)
+        for keys, one_buffer in sizes
+        if keys * (row_bytes * (1 if one_buffer else 2) + exchange_bytes) <= _THREADGROUP_BYTES
+        # The smallest tile of D 512 in float32 is beyond that.
+        or (keys, one_buffer) == sizes[-1]
+    )
+    return TileShape(simdgroups // parts * 8, keys, simdgroups, parts, one_buffer)
 
 
 class PagedPrefill:
