@@ -1,6 +1,6 @@
 """What the self-test checks: one line a family. Each check compares kernels with their twins for what a model needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -113,14 +113,14 @@ def _prefill_rows(need: AttentionNeeds) -> PrefillRows:
     return PrefillRows(limits, [length for _, length in _PREFILLS], tables)
 
 
-def _unowned_nan(pools: Sequence[mx.array], rows: PrefillRows) -> list[mx.array]:
-    """The pools with NaN in all slots of nobody: a kernel that reads them shows."""
-    num_blocks, _, block_size, _ = pools[0].shape
+def _unowned_nan(pool: mx.array, rows: PrefillRows) -> mx.array:
+    """The pool with NaN in all slots of nobody: a kernel that reads them shows."""
+    num_blocks, _, block_size, _ = pool.shape
     is_owned = np.zeros((num_blocks, block_size), bool)
     for sequence, length in enumerate(rows.context_lens):
         at = np.arange(length)
         is_owned[rows.table(sequence)[at // block_size], at % block_size] = True
-    return [mx.where(mx.array(is_owned)[:, None, :, None], pool, mx.array(float("nan"), pool.dtype)) for pool in pools]
+    return mx.where(mx.array(is_owned)[:, None, :, None], pool, mx.array(float("nan"), pool.dtype))
 
 
 def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
@@ -133,12 +133,14 @@ def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None
         softcap=need.softcap,
         sinks=_normal(6, need.num_heads) if need.has_sinks else None,
     )
-    plain = _pools(need)
-    pools: Sequence[mx.array | QuantizedPool] = _unowned_nan(plain, rows)
-    if need.bits:
-        bits, size = need.bits, need.group_size
-        parts = [mx.quantize(pool, group_size=size, bits=bits) for pool in plain]
-        pools = [QuantizedPool(*part, bits=bits, group_size=size) for part in parts]
+    pools: list[mx.array | QuantizedPool] = []
+    for plain in _pools(need):
+        if need.bits:
+            packed, *rest = mx.quantize(plain, group_size=need.group_size, bits=need.bits)
+            scales, biases = (_unowned_nan(part, rows) for part in rest)
+            pools.append(QuantizedPool(packed, scales, biases, need.bits, need.group_size))
+        else:
+            pools.append(_unowned_nan(plain, rows))
     queries = _normal(4, rows.num_rows, need.num_heads, need.head_dim, dtype=need.dtype)
     ours = PagedPrefill(metal_kernel)(queries, pools[0], pools[1], rows, options)
     return _differs(ours, prefill.twin(queries, pools[0], pools[1], rows, options), need.dtype)
