@@ -232,6 +232,7 @@ def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> li
 
 WRITE_KV = Family("write_kv", _attention(check_write))
 PAGED_DECODE = Family("paged_decode", _attention(check_decode))
+IN_PLACE = Family("in_place", _attention(check_in_place))
 
 FAMILIES = (
     WRITE_KV,
@@ -240,5 +241,5 @@ FAMILIES = (
     Family("write_quantized", _attention(check_quantized)),
     Family("paged_prefill", _attention(check_prefill)),
     Family("rope", _attention(check_rope)),
-    Family("in_place", _attention(check_in_place)),
+    IN_PLACE,
 )
