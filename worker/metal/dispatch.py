@@ -57,7 +57,10 @@ def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | Non
             logger.info("kernels: plain MLX, because this machine has no Metal")
             return twin_kernels()
         metal_kernel = mx.fast.metal_kernel
-        memory = self_test.ResultMemory(_needs(layers))
+        try:
+            memory = self_test.ResultMemory(_needs(layers))
+        except OSError as error:
+            logger.warning("results of the self-test can't be kept, each start will test again: %s", error)
     unsupported = sorted({layer.head_dim for layer in layers if not PagedDecode.supports(layer.head_dim)})
     if unsupported:
         logger.info("kernels: plain MLX, because of head_dim %s: a multiple of 32 up to 256 is needed", unsupported)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.prefill_data import Case, as_float64, make, quantize, reference
@@ -99,6 +100,19 @@ def test_queries_may_be_strided():
     assert mx.array_equal(ours, _run(MslHost(), data))
 
 
+def test_blocks_of_a_pool_beyond_32_bits():
+    """2^32 elements in each pool: block 2^21 begins at element 2^31. No other block is there to be read."""
+    data = make(Case(_F16, 64, 16, 1, 4, ((9, 30),)))
+    first = 1 << 21
+    far = PrefillRows([0, 9], [30], [[first, first + 1]])
+    pools = []
+    for pool in (data.keys, data.values):
+        blocks = {first + index: pool[int(block)] for index, block in enumerate(data.rows.table(0)[:2])}
+        pools.append(SparsePool((1 << 22, *pool.shape[1:]), _F16, blocks))
+    ours = PagedPrefill(MslHost())(data.queries, *pools, far, data.options)
+    assert mx.array_equal(ours, _run(MslHost(), data))
+
+
 def test_tiles_that_no_query_sees_are_not_read():
     """4 queries at the end of 4096 tokens: a window of 64 costs what a context of 64 costs."""
     host = MslHost()
@@ -125,6 +139,8 @@ def test_counts_of_a_tile():
     assert record.threadgroups == 1
     assert record.threadgroup_barriers <= 2 * 256 / tile_shape(128, _F16).keys
     assert record.threadgroup_memory <= 16 * 1024
+    for pool in ("key_pool", "value_pool"):
+        assert _read(record, pool) == record.buffers[pool].unique_bytes_read == 256 * 128 * 2, "once for all 4 heads"
 
 
 @pytest.mark.parametrize("dtype", [_F32, _F16, _BF16], ids=str)

@@ -125,8 +125,6 @@ def test_an_error_of_mlx_is_a_failure(tmp_path):
 _CRASH = """
 import os, sys
 from pathlib import Path
-from worker.metal.dispatch import choose_writer
-from worker.metal.pool_writer import InPlaceWriter, ScatterWriter
 from worker.metal.self_test import Family, ResultMemory, run
 run([Family("crash", lambda metal_kernel, needs: os._exit(7))], ["needs"], None,
     ResultMemory(["needs"], ("M9", "macOS 99", "1.0"), Path(sys.argv[1])))
