@@ -219,10 +219,12 @@ def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> li
             noise = _normal(100 + step * _CHAIN_LAYERS + layer, *hidden.shape, dtype=need.dtype)
             new = (hidden * 0.5 + noise)[:, : need.num_kv_heads]
             writer.write(pools, [new, -new], slots)
+            # A kernel takes the token, plain MLX ties its index to it.
+            attend = prefill.twin if layer % 2 else kernel
             hidden = writer.read(
                 pools,
                 # Called before the loop goes on.
-                lambda keys, values, after: kernel(hidden, keys, values, rows, options, after),  # noqa: B023
+                lambda keys, values, after: attend(hidden, keys, values, rows, options, after),  # noqa: B023
             )
         writer.commit(hidden)
         results.append(hidden)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
@@ -71,6 +73,20 @@ def test_twin_is_attention_over_what_each_query_sees(case):
     data = make(case)
     ours = twin(data.queries, data.keys, data.values, data.rows, data.options)
     assert _error(ours, reference(data)) < _TOLERANCE[case.dtype]
+
+
+_SEQUENCE = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair)))
+_REACH = st.one_of(st.just({}), *(st.fixed_dictionaries({name: st.integers(1, 70)}) for name in ("window", "chunk")))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(_SEQUENCE, min_size=1, max_size=3), _REACH, st.integers(1, 2), st.integers(1, 9), st.integers(0, 2))
+def test_any_lengths_and_reaches(sequences, reach, num_kv_heads, shared_heads, skipped_rows):
+    """Of one variant: all of these are arguments of the launch."""
+    data = make(Case(_F32, 16, 16, num_kv_heads, shared_heads, tuple(sequences), reach, skipped_rows=skipped_rows))
+    expected = reference(data)
+    assert _error(_run(MslHost(), data), expected) < _TOLERANCE[_F32]
+    assert _error(Prefill()(data.queries, data.keys, data.values, data.rows, data.options), expected) < _TOLERANCE[_F32]
 
 
 def _quantized(dtype, head_dim, block_size, bits, group_size):
