@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from worker.batch import Batch, Span
-from worker.metal import prefill, rope, twins
+from worker.metal import prefill, rope, state_kernels, twins
 from worker.metal.factory import MetalKernel
 from worker.metal.paged_decode import PagedDecode
 from worker.metal.paged_prefill import PagedPrefill
@@ -244,4 +244,5 @@ FAMILIES = (
     Family("paged_prefill", _attention(check_prefill)),
     Family("rope", _attention(check_rope)),
     IN_PLACE,
+    *(Family(name, check) for name, check in state_kernels.CHECKS.items()),
 )
