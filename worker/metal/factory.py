@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-_TAGS = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
+_TAGS = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16", mx.uint32: "u32"}
 
 
 class MetalKernel(Protocol):
@@ -17,6 +17,7 @@ class MetalKernel(Protocol):
         input_names: list[str],
         output_names: list[str],
         source: str,
+        header: str = "",
         ensure_row_contiguous: bool = True,
     ) -> Any:
         """A callable that launches the kernel."""
