@@ -17,9 +17,11 @@ from worker import models
 from worker.attention import Step
 from worker.batch import Batch, Span
 from worker.errors import ProtocolError
+from worker.grammar import GrammarTable
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
 from worker.models import LoadedModel
+from worker.row_rules import make_rules, shape
 from worker.sampler import Draw, RowLogprobs
 from worker.sequences import SequenceState, check_group
 
@@ -29,10 +31,14 @@ _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bflo
 class Engine:
     """A loaded model, the KV pools and the sequences of one Run stream."""
 
-    def __init__(self, loaded: LoadedModel, kernels: Kernels, *, memory_limit_bytes: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, kernels: Kernels, *, memory_limit_bytes: int, grammars: GrammarTable | None = None
+    ) -> None:
+        """Without `grammars` no sequence may have a grammar."""
         self._loaded = loaded
         self._kernels = kernels
         self._memory_limit_bytes = memory_limit_bytes
+        self._grammars = grammars
         self._step = Step(kernels)
         self._caches = models.attach(loaded, self._step)
         self._tensors: KVTensors | None = None
@@ -137,9 +143,11 @@ class Engine:
         if message.token_ids and max(message.token_ids) >= vocab_size:
             raise ProtocolError(f"{what}: token id {max(message.token_ids)} is not below the vocabulary's {vocab_size}")
         self._check_blocks(message.block_tables, what, tensors)
-        self._sequences[message.seq_id] = SequenceState(
+        sequence = SequenceState(
             message, block_size=tensors.block_size, root=self._root, defaults=self._loaded.sampling_defaults
         )
+        sequence.rules = make_rules(message, vocab_size, self._grammars)
+        self._sequences[message.seq_id] = sequence
 
     def _move_blocks(self, plan: pb.StepPlan, tensors: KVTensors) -> None:
         if plan.copies:
@@ -180,7 +188,9 @@ class Engine:
         sampling = [slices[index][0] for index in batch.order if slices[index][1].samples]
         if sampling:
             positions = [len(sequence.token_ids) for sequence in sampling]
-            draw = Draw(models.sampled_logits(logits, batch), [sequence.sampling for sequence in sampling], positions)
+            sampled_logits = models.sampled_logits(logits, batch)
+            shaped = shape(sampled_logits, [sequence.rules for sequence in sampling], self._grammars)
+            draw = Draw(sampled_logits, [sequence.sampling for sequence in sampling], positions, shaped)
             tensors.evaluate(*draw.outputs)
             self._report_sampled(sampling, draw, result)
         else:
@@ -193,6 +203,11 @@ class Engine:
     def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
         logprobs = draw.logprobs()
         for row, (sequence, token_id) in enumerate(zip(sampling, draw.token_ids(), strict=True)):
+            failure = sequence.failure
+            if failure:
+                sequence.has_ended = True
+                result.sampled.add(seq_id=sequence.seq_id, failure=failure)
+                continue
             stopped = sequence.append_token(token_id)
             sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
             if row in logprobs:

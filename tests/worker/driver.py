@@ -136,6 +136,7 @@ class Driver:
         plan.new_sequences.add(
             seq_id=request.seq_id,
             token_ids=request.tokens,
+            num_prompt_tokens=len(request.prompt),
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
             block_hashes=join_hashes(hashes[: len(hashes) // 2]),
