@@ -82,7 +82,8 @@ class GrammarTable:
         """
         masks = np.full((len(states), -(-self._vocab_size // 32)), -1, np.int32)
         matchers = [(matcher, row) for row, state in enumerate(states) if (matcher := state.matcher()) is not None]
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.shape[1] * 4, len(states))
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.shape[1] * 4, len(states))
         for state in states:
             state.check()
         return masks

@@ -34,6 +34,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stopped: bool = False
+    failure: str = ""
     seq_id: int | None = None
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -108,6 +109,9 @@ class Driver:
             by_id[piece.seq_id].num_computed += piece.num_tokens
         for sampled in result.sampled:
             request = by_id[sampled.seq_id]
+            if sampled.failure:
+                request.failure, request.stopped = sampled.failure, True
+                continue
             request.generated.append(sampled.token_id)
             request.stopped = sampled.stopped
             if sampled.HasField("logprobs"):

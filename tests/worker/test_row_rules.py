@@ -255,3 +255,19 @@ def test_xtc_draws_follow_its_definition():
     counts = np.bincount(run(mx.repeat(logits, 2000, axis=0), rows)[0], minlength=5) / 2000
     assert counts[0] > 0.4
     assert counts[1] < 0.2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"top_p": 0.9}, {"top_p": 0.95, "min_p": 0.01}, {"top_p": 0.97, "xtc_probability": 1.0, "xtc_threshold": 7e-4}],
+)
+def test_a_cut_beyond_the_candidates_is_drawn_from_the_whole_vocabulary(fields):
+    """Nearly flat logits; the log-probabilities are those of the token that is drawn in the end."""
+    raw = np.random.RandomState(0).randn(1500).astype(np.float32) * 0.3
+    params = SamplingParams(temperature=1.0, seed=5, num_top_logprobs=0, **fields)
+    rows = [Row(params, (1,) * length, (), ()) for length in range(1, 60)]
+    tokens, logprobs = run(mx.array(np.tile(raw, (len(rows), 1))), rows)
+    sure = raw.astype(np.float64) - np.log(np.exp(raw.astype(np.float64)).sum())
+    for index, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+        check_by_twin(token, raw, row)
+        assert logprobs[index].logprob == pytest.approx(sure[token], abs=1e-4)
