@@ -20,6 +20,8 @@ MAX_CHOICES = 1024
 # fills its answer with blanks.
 _WHITESPACE = r"( |\n {0,64})?"
 _MAX_KEPT = 256
+_MAX_LINE = 160
+_MAX_MESSAGE_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +116,14 @@ class GrammarChecker:
         if not matcher.is_error():
             matcher.compute_bitmask()
             if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-                return f"no answer matches it: {_line(matcher.get_error()) or matcher.stop_reason()}"
-        return _line(matcher.get_error())
+                return f"no answer matches it: {_short(matcher.get_error()) or matcher.stop_reason()}"
+        return _short(matcher.get_error())
 
 
-def _line(message: str) -> str:
-    return message.split("\n<", 1)[0].strip()
+def _short(message: str) -> str:
+    """Without the dump of its state, and with long quotes of the grammar cut."""
+    lines = message.split("\n<", 1)[0].strip().splitlines()[:_MAX_MESSAGE_LINES]
+    return "\n".join(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}…" for line in lines)
 
 
 def _check_size(field: str, text: str) -> str:

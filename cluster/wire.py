@@ -39,10 +39,10 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         seed=params.seed,
         num_top_logprobs=params.num_top_logprobs,
     )
-    if params.xtc_probability:
+    if (params.xtc_probability, params.xtc_threshold) != (0.0, XTC_THRESHOLD):
         message.xtc_probability, message.xtc_threshold = params.xtc_probability, params.xtc_threshold
     rules = params.rules
-    if rules is not NO_RULES:
+    if rules != NO_RULES:
         message.frequency_penalty, message.presence_penalty = rules.frequency_penalty, rules.presence_penalty
         message.repetition_penalty = rules.repetition_penalty
         message.logit_bias.update(rules.logit_bias)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 _MAX_KEPT_GRAMMARS = 64
+_MAX_MESSAGE = 500
 
 
 class GrammarState:
@@ -105,7 +106,7 @@ class GrammarTable:
 
 def error_line(message: str) -> str:
     """What llguidance says went wrong, without the dump of its state."""
-    return message.split("\n<state>", 1)[0].strip()
+    return message.split("\n<", 1)[0].strip()[:_MAX_MESSAGE]
 
 
 def _build(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
