@@ -1,4 +1,4 @@
-"""The command line: `cidery serve | chat | generate | status | kv`."""
+"""The command line: `cidery serve | chat | generate | status | kv | models`."""
 
 import json
 import logging
@@ -26,6 +26,7 @@ from cluster.config import (
 from cluster.errors import CideryError
 from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
+from cluster.models_cli import models
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -44,10 +45,12 @@ def main() -> None:
     cidery chat                       talk to it
     cidery status                     what the fleet is doing
     cidery kv plan ./Qwen3-8B         how its KV memory would be cut
+    cidery models supported           which model families run, and how
     """
 
 
 main.add_command(kv)
+main.add_command(models)
 
 
 @main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")

@@ -18,7 +18,7 @@ from cluster.errors import CideryError, InvalidRequest, MacLost, Overloaded, Req
 from cluster.kv.hashing import BlockHash, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
-from cluster.mac_memory import kv_budget_bytes, layer_specs
+from cluster.mac_memory import kv_budget_bytes, kv_format, layer_specs
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
@@ -180,7 +180,7 @@ class MacEngine:
             log.info(
                 "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
                 *(self.mac, worker.pid, described.device, described.kernels),
-                *(answer.configured.kv_bytes, configure.num_blocks),
+                *(answer.configured.kv_bytes, sum(configure.num_blocks)),
             )
             self._on_change()
             self._pump()
@@ -227,11 +227,7 @@ class MacEngine:
         self.described = described
         # New content, new epoch; a clock that jumped back must not repeat one.
         self.epoch = max(self.epoch + 1, time.time_ns())
-        return worker_pb2.Configure(
-            block_size=self._config.kv.block_size_tokens,
-            num_blocks=self.kv.layout.pools[0].num_blocks,
-            root_hash=self.root,
-        )
+        return wire.layout_to_proto(self.kv.layout, self.root)
 
     def _plan_memory(self, described: worker_pb2.Description) -> None:
         config = self._config
@@ -249,7 +245,7 @@ class MacEngine:
         self.root = root_hash(
             model=self._digests[0],
             tokenizer=self._digests[1],
-            kv_format=described.layers[0].dtype,
+            kv_format=kv_format(described),
             block_size=layout.block_size,
         )
         self.kv = KVCacheManager(

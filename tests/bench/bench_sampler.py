@@ -4,7 +4,7 @@
     python -m tests.bench.bench_sampler --quick
 
 One JSON line on stdout, a table on stderr. `host_ms` is until the graph stands, `cpu_ms` the CPU time of the whole
-process until the tokens are known; the least of several repetitions, whose order is shuffled. Beside it in the same run:
+process until the tokens are known; the least of several repetitions in shuffled order. Beside it in the same run:
 the plain path (temperature 1, nothing else) and mlx-lm's samplers and logits processors, one closure a row as its
 BatchGenerator runs them where rows differ. On a Mac a GPU does the vocabulary's part; these are figures of a CPU.
 """

@@ -12,6 +12,10 @@ from cluster.errors import BY_REASON, CideryError, InvalidRequest, MacLost, Over
 from cluster.event_wire import Batch, PendingEvents, pack, pack_keys, unpack, unpack_keys
 from cluster.kv.events import BlocksRemoved, BlocksStored
 from cluster.kv.hashing import BlockHash
+from cluster.kv.memory import PoolResize
+from cluster.kv.planner import plan_layout
+from cluster.kv.spec import FullAttentionSpec, RecurrentStateSpec, StateTensor
+from cluster.scheduling.plan import StepPlan
 from cluster.scheduling.request import NO_RULES, Finish, LogitRules, Request, SamplingParams, TokenLogprobs, Update
 from protos.cidery.node.v1 import node_pb2
 
@@ -160,3 +164,19 @@ def test_a_full_queue_s_hint_reaches_the_gateway():
     arrived = wire.failure_from_proto(wire.failure_to_proto("r", Overloaded("full", 7.5)).failure)
     assert isinstance(arrived, Overloaded)
     assert arrived.retry_after_s == 7.5
+
+
+def test_resizes_and_their_moves_reach_the_worker():
+    resize = PoolResize(1, 40, ((41, 3), (44, 7)))
+    (message,) = wire.plan_to_proto(StepPlan(5, resizes=(resize,))).plan.resizes
+    assert (message.pool, message.num_blocks) == (1, 40)
+    assert [(move.source, move.target) for move in message.moves] == [(41, 3), (44, 7)]
+
+
+def test_a_layout_reaches_the_worker_with_its_groups_and_pools():
+    specs = [FullAttentionSpec(1, 8), RecurrentStateSpec("state", (StateTensor((3, 5), 4),)), FullAttentionSpec(1, 8)]
+    layout = plan_layout(specs, kv_budget_bytes=1 << 20, max_model_len=64)
+    message = wire.layout_to_proto(layout, BlockHash(b"r" * 16))
+    assert [(group.pool, list(group.layers)) for group in message.groups] == [(0, [0, 2]), (1, [1])]
+    assert list(message.num_blocks) == [pool.num_blocks for pool in layout.pools]
+    assert (message.block_size, message.root_hash) == (16, b"r" * 16)
