@@ -11,8 +11,7 @@ from cluster import grammars
 from cluster.config import bundled_model
 from cluster.tokenizer import Tokenizer
 from protos.cidery.v1.sampling_pb2 import SamplingParams
-from protos.cidery.worker.v1 import worker_pb2 as pb
-from tests.worker.driver import ROOT, Driver, Request
+from tests.worker.driver import Driver, Request, configure_of
 from worker import models
 from worker.engine import Engine
 from worker.grammar import GrammarTable
@@ -69,7 +68,7 @@ def loaded():
 def driver(loaded):
     table = GrammarTable(Path(bundled_model()), loaded.vocab_size, loaded.eos_token_ids)
     engine = Engine(loaded, twin_kernels(), memory_limit_bytes=1 << 30, grammars=table)
-    engine.configure(pb.Configure(block_size=16, num_blocks=512, root_hash=ROOT))
+    engine.configure(configure_of(engine, num_blocks=512))
     return Driver(engine, num_blocks=512)
 
 
@@ -205,7 +204,7 @@ def test_without_a_usable_tokenizer_the_row_says_so(loaded, tokenizer, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     table = GrammarTable(tmp_path, loaded.vocab_size, loaded.eos_token_ids)
     engine = Engine(loaded, twin_kernels(), memory_limit_bytes=1 << 30, grammars=table)
-    engine.configure(pb.Configure(block_size=16, num_blocks=512, root_hash=ROOT))
+    engine.configure(configure_of(engine, num_blocks=512))
     driver = Driver(engine, num_blocks=512)
     request = driver.add(asking(tokenizer, "Hello", grammars.choice("c", ["yes"]).source))
     driver.run()
