@@ -98,7 +98,12 @@ class GrammarChecker:
             self._good.move_to_end(grammar.source)
             return
         assert self._table is not None, "start comes first"
-        table = await asyncio.shield(self._table)
+        try:
+            table = await asyncio.shield(self._table)
+        except ValueError as error:
+            raise InvalidRequest(
+                grammar.field, f"this model's tokenizer can't be held to a grammar: {error}"
+            ) from error
         message = await asyncio.to_thread(self._compile, table, grammar.source)
         if message:
             raise InvalidRequest(grammar.field, f"can't be compiled: {message}")

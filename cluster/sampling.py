@@ -73,9 +73,10 @@ class Defaults:
     def of_model(cls, folder: Path) -> "Defaults":
         """`do_sample: false` means greedy, as in transformers."""
         config = read_json(folder / "generation_config.json")
+        names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
         if config.get("do_sample") is False:
-            return cls(temperature=0.0)
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+            config["temperature"] = 0.0
+            names = ["temperature", "repetition_penalty"]
         known = {name: config[name] for name in names if config.get(name) is not None}
         return replace(cls(), **known)
 
@@ -110,7 +111,7 @@ def _rules(asked: SamplingRequest, defaults: Defaults) -> LogitRules:
     repetition = _in_range("repetition_penalty", _or(asked.repetition_penalty, defaults.repetition_penalty), 0.0, 10.0)
     if repetition < MIN_REPETITION_PENALTY:
         limits = f"must be a number from {MIN_REPETITION_PENALTY} to 10"
-        raise InvalidRequest("repetition_penalty", f"{limits}, got {asked.repetition_penalty}")
+        raise InvalidRequest("repetition_penalty", f"{limits}, got {repetition}")
     for name, items, most in (
         ("logit_bias", asked.logit_bias, MAX_BIASES),
         ("banned_token_ids", asked.banned_token_ids, MAX_BANNED_TOKENS),

@@ -163,7 +163,7 @@ def _partition(
     members: dict[tuple[_Method, bool, bool], list[int]] = {}
     for i, row in enumerate(rows):
         method = _method(row, logits.shape[-1])
-        has_xtc = method is not _Method.GREEDY and uniform(row.seed, positions[i], _XTC_STREAM) < row.xtc_probability
+        has_xtc = method is not _Method.GREEDY and _has_xtc(row, positions[i])
         members.setdefault((method, has_xtc, i in of_shaped), []).append(i)
     parts = []
     for (method, has_xtc, is_shaped), some in sorted(members.items()):
@@ -172,6 +172,10 @@ def _partition(
         draws = [uniform(rows[i].seed, positions[i]) for i in some]
         parts.append(_Part(method, has_xtc, some, picked, [rows[i] for i in some], draws))
     return parts
+
+
+def _has_xtc(row: RowSampling, position: int) -> bool:
+    return row.xtc_probability > 0 and uniform(row.seed, position, _XTC_STREAM) < row.xtc_probability
 
 
 def _method(row: RowSampling, vocab_size: int) -> _Method:

@@ -81,3 +81,11 @@ async def test_a_deep_schema_is_refused_and_not_a_crash(checker):
         schema = {"type": "array", "items": schema}
     with pytest.raises(InvalidRequest, match="recursion limit exceeded"):
         await checker.check(grammars.json_schema("f", schema))
+
+
+async def test_a_tokenizer_that_cannot_be_used_is_said_once_a_grammar_comes(monkeypatch):
+    monkeypatch.setattr(TOKENIZER, "definition", lambda: "{}")
+    checker = GrammarChecker(TOKENIZER)
+    checker.start()
+    with pytest.raises(InvalidRequest, match="can't be held to a grammar"):
+        await checker.check(grammars.regex("f", "a"))

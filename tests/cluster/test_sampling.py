@@ -97,6 +97,7 @@ def test_without_a_seed_each_request_gets_its_own():
     [
         ({}, Defaults(1.0, 0, 1.0, 0.0)),
         ({"do_sample": False, "temperature": 0.7}, Defaults(temperature=0.0)),
+        ({"do_sample": False, "top_k": 5, "repetition_penalty": 1.1}, Defaults(0.0, repetition_penalty=1.1)),
         ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, Defaults(0.6, 20, 0.95, 0.0)),
         ({"top_k": None}, Defaults()),
         ({"repetition_penalty": 1.05}, Defaults(repetition_penalty=1.05)),

@@ -185,7 +185,8 @@ class TestSeveralAnswers:
     def test_leaving_ends_all_of_them(self, three_macs):
         body = {"messages": USER, "n": 5, "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with three_macs.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # whose end would close the stream
+            next(lines)
             assert _num_running(three_macs) > 1
         give_up_s = time.monotonic() + 20
         while _num_running(three_macs):
