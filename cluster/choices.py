@@ -11,7 +11,7 @@ from cluster.sampling import fixed_seed, seed_of_answer
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """An event of one of the answers, or what ended it."""
+    """An event of one of the answers."""
 
     index: int
     event: Event

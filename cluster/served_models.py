@@ -81,9 +81,12 @@ class ServedModels:
         """
         if not asked.needs_tokenizer:
             return asked
-        check_bad_words(asked.bad_words)
-        async with self._encoding:
-            spelled = {model.tokenizer.encode_plain(text) for word in asked.bad_words for text in (word, f" {word}")}
+        spelled: set[tuple[int, ...]] = set()
+        if asked.bad_words:
+            check_bad_words(asked.bad_words)
+            texts = [text for word in asked.bad_words for text in (word, f" {word}")]
+            async with self._encoding:
+                spelled = {model.tokenizer.encode_plain(text) for text in texts}
         if asked.grammar is not None:
             await model.grammars.check(asked.grammar)
         return replace(asked, banned_sequences=tuple(sorted(spelled)))

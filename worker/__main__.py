@@ -117,7 +117,6 @@ def _build_engine(config: WorkerConfig) -> "Engine":
 
     machine.prepare()
     loaded = models.load(config.model, dtype=config.dtype)
-    # Its table is built in a thread meanwhile.
     grammars = None
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)

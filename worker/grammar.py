@@ -8,7 +8,7 @@ Tokens that a grammar forces are drawn one a step, like any other: a plan has on
 after it is made before that token is known. They could go along as drafts of a step that verifies several rows.
 
 The table is not kept on disk: three quarters of the seconds that it takes are the tokenizer's own loading, which a
-spelled-out vocabulary would only save at the price of calls back into Python from within masks, and nobody waits.
+spelled-out vocabulary would only save at the price of calls back into Python from within masks.
 """
 
 import json
@@ -66,8 +66,8 @@ class GrammarState:
 class GrammarTable:
     """One model's tokens in the form that masks are computed from.
 
-    Building it takes seconds for a large vocabulary, without holding the interpreter: it is begun here and runs beside
-    the loading of the weights.
+    Building it takes seconds for a large vocabulary, without holding the interpreter: it is begun here, in a thread, and
+    waited for by the first sequence with a grammar.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
