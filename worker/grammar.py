@@ -66,7 +66,7 @@ class GrammarState:
 class GrammarTable:
     """One model's tokens in the form that masks are computed from.
 
-    Building it takes seconds for a large vocabulary, without holding the interpreter: it is begun here, in a thread, and
+    Building it takes seconds for a large vocabulary, without holding the interpreter: it is begun here in a thread, and
     waited for by the first sequence with a grammar.
     """
 
