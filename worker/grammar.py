@@ -7,8 +7,8 @@ a thread and is waited for where the sequence first samples.
 Tokens that a grammar forces are drawn one a step, like any other: a plan has one row for the next token, and the plan
 after it is made before that token is known. They could go along as drafts of a step that verifies several rows.
 
-The table is not kept on disk: three quarters of the seconds that it takes are the tokenizer's own loading, which a
-spelled-out vocabulary would only save at the price of calls back into Python from within masks.
+The table is not kept on disk: that would save two thirds of the second of CPU that it takes, and need calls back into
+Python from within masks to spell forced text as the tokenizer does.
 """
 
 import json
