@@ -174,10 +174,10 @@ class PagedCache:
     def attend(self, queries: mx.array, keys: Handle, values: Handle, scale: float, extras: Extras = PLAIN) -> mx.array:
         """Attention of the step's queries over the pool; shape of the queries, with the values' last dimension."""
         batch, shape, kernels = self._step.batch, self._shape, self._step.kernels
-        rows, pools = self._rows, self._step.tensors.pools(self._index)
         heads = shape.num_kv_heads
         is_plain = extras is PLAIN and shape.head_dim == shape.value_head_dim
-        if rows.shared is not None and is_plain:
+        rows, pools = self._rows(may_share=is_plain), self._step.tensors.pools(self._index)
+        if rows.shared is not None:
             return cascade_attention(queries, *pools, rows, heads, scale)
         outputs = []
         for group in rows.decode_groups:
@@ -201,26 +201,26 @@ class PagedCache:
 
     def attend_latent(self, queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
         """Latent attention: queries `[rows, heads, 1, latent_dim]`, rotary ones scaled already; result alike."""
-        pools = self._step.tensors.pools(self._index)
+        rows, pools = self._rows(may_share=False), self._step.tensors.pools(self._index)
         outputs = []
-        for group in self._rows.decode_groups:
+        for group in rows.decode_groups:
             part = slice(group.first, group.last)
             outputs.append(odd_attention.latent_decode(queries[part], rotary_queries[part], pools, group, scale))
-        for span in self._rows.prefills:
+        for span in rows.prefills:
             part = slice(span.first, span.last)
             latent, rotary = (array[part].transpose(2, 1, 0, 3) for array in (queries, rotary_queries))
             outputs.append(odd_attention.latent_prefill(latent, rotary, pools, span, scale).transpose(2, 1, 0, 3))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
-    @property
-    def _rows(self) -> GroupRows:
-        return self._step.batch.view(self._step.tensors.group_of[self._index], self._shape.reach)
+    def _rows(self, *, may_share: bool) -> GroupRows:
+        group = self._step.tensors.group_of[self._index]
+        return self._step.batch.view(group, self._shape.reach, may_share=may_share)
 
     def _gathered(self, values: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values that a flat batch sees, `[1, heads, num_keys, dim]`, from the first one within reach."""
         (span,) = self._step.batch.spans
         first = self._shape.reach.first_needed(span.start)
-        rows = self._rows
+        rows = self._rows(may_share=False)
         if rows.prefills:
             index = rows.prefills[0].gather_index(self._shape.num_kv_heads)
             first_key = rows.prefills[0].first_key

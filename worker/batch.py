@@ -84,7 +84,7 @@ class Batch:
         self.num_tokens = len(token_ids)
         self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._views: dict[tuple[int, Reach], GroupRows] = {}
+        self._views: dict[tuple[int, Reach, bool], GroupRows] = {}
         self.rows = self._whole_rows([span.block_table for span in self.spans])
         self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(self._positions())
         self.sampled_rows = self._sampled_rows()
@@ -104,11 +104,14 @@ class Batch:
         """Of full attention over the spans' own block tables."""
         return self.rows.prefills
 
-    def view(self, group: int, reach: Reach) -> GroupRows:
-        """The step as layers of a group see it whose tokens see so far; made once a step."""
-        key = (group, reach)
+    def view(self, group: int, reach: Reach, *, may_share: bool = True) -> GroupRows:
+        """The step as layers of a group see it whose tokens see so far; made once a step.
+
+        `may_share`: such layers can attend to a shared prefix apart from the rest.
+        """
+        key = (group, reach, may_share)
         if key not in self._views:
-            self._views[key] = self._make_view(group, reach)
+            self._views[key] = self._make_view(group, reach, may_share)
         return self._views[key]
 
     @cached_property
@@ -133,9 +136,9 @@ class Batch:
             self._slots[key] = tuple(self.spans[index].tables[group][0] for index in part.spans)
         return self._slots[key]
 
-    def _make_view(self, group: int, reach: Reach) -> GroupRows:
+    def _make_view(self, group: int, reach: Reach, may_share: bool) -> GroupRows:
         tables = [span.tables[group] for span in self.spans]
-        if reach != FULL_REACH:
+        if reach != FULL_REACH or not may_share:
             return self._make_rows(tables, reach=reach)
         if all(table is span.block_table for table, span in zip(tables, self.spans, strict=True)):
             return self.rows

@@ -13,8 +13,9 @@ import mlx.core as mx
 
 from worker.kv_shapes import CacheGroup, CacheShape, LayerShape
 
-# Fewer blocks are not worth a later growth.
-_MIN_CAPACITY_BLOCKS = 64
+# Where pools start: fewer blocks are not worth a later growth, unless they are as large as some states.
+_FIRST_BLOCKS = 64
+_FIRST_BYTES = 1 << 27
 
 # (pool, place in the group, tensor of the cache, elements of a block, type)
 _Key = tuple[int, int, int, int, mx.Dtype]
@@ -43,7 +44,6 @@ class PoolArrays:
         self, caches: Sequence[CacheShape], groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int
     ) -> None:
         self.num_blocks = list(num_blocks)
-        self._capacity = [min(num, _MIN_CAPACITY_BLOCKS) for num in num_blocks]
         self._arrays: dict[_Key, mx.array] = {}
         # How whoever came first sees the array, which is how it is kept.
         self._kept_as: dict[_Key, Tensor] = {}
@@ -53,6 +53,7 @@ class PoolArrays:
                 self.tensors[cache] = _tensors(caches[cache], group.pool, place, block_size)
                 for tensor in self.tensors[cache]:
                     self._kept_as.setdefault(tensor.key, tensor)
+        self._capacity = [self._first_capacity(pool) for pool in range(len(num_blocks))]
         for key, tensor in self._kept_as.items():
             self._arrays[key] = _zeros(tensor, self._capacity[key[0]])
         self.evaluate()
@@ -129,10 +130,13 @@ class PoolArrays:
 
     def pool_bytes(self) -> int:
         """Bytes of the pools when every block is in use."""
-        return sum(
-            self.num_blocks[key[0]] * prod((tensor.rows, *tensor.shape)) * key[-1].size
-            for key, tensor in self._kept_as.items()
-        )
+        return sum(self.num_blocks[key[0]] * _block_bytes(tensor) for key, tensor in self._kept_as.items())
+
+    def _first_capacity(self, pool: int) -> int:
+        block_bytes = sum(_block_bytes(tensor) for key, tensor in self._kept_as.items() if key[0] == pool)
+        # The null block and one more at the least.
+        affordable = max(2, _FIRST_BYTES // max(1, block_bytes))
+        return min(self.num_blocks[pool], _FIRST_BLOCKS, affordable)
 
     def _keys(self, pool: int) -> list[_Key]:
         return [key for key in self._arrays if key[0] == pool]
@@ -154,6 +158,10 @@ def _tensors(cache: CacheShape, pool: int, place: int, block_size: int) -> tuple
         Tensor((pool, place, number, rows * prod(shape), dtype), rows, shape)
         for number, (rows, shape, dtype) in enumerate(shapes)
     )
+
+
+def _block_bytes(tensor: Tensor) -> int:
+    return tensor.rows * prod(tensor.shape) * tensor.key[-1].size
 
 
 def _zeros(tensor: Tensor, num_blocks: int) -> mx.array:

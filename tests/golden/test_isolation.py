@@ -127,7 +127,7 @@ def test_freed_blocks_full_of_nan_are_read_by_nobody(case):
     assert mac.scheduler.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("case", _kinds(*_KINDS))
+@pytest.mark.parametrize("case", _kinds("llama4", "qwen3_next"))
 def test_sixty_four_secrets_at_once_are_kept(case):
     """Prompts that differ in a few tokens only, all in one batch: each answer is the one that its own prompt has."""
     rng = np.random.RandomState(7)

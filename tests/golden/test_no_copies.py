@@ -50,7 +50,13 @@ class WatchedMac(InProcessMac):
         self.is_watching = True
 
 
-@pytest.mark.parametrize("case", ["gemma3_text", "llama4", "deepseek_v3", "deepseek_v32", "qwen3_next", "rwkv7"])
+_MORE = ("llama4", "deepseek_v32", "rwkv7", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["gemma3_text", "deepseek_v3", "qwen3_next", *(pytest.param(case, marks=pytest.mark.matrix) for case in _MORE)],
+)
 def test_pools_stay_where_they_are_and_no_step_needs_another_one(case):
     """Prefill, decode, joins, prefix hits with copies, states kept on the way, a preemption, an abort."""
     model = make_model(case)

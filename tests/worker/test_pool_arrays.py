@@ -51,6 +51,16 @@ def test_shrinking_a_pool_gives_its_memory_back():
     assert len(arrays.read(arrays.tensors[0][0])) >= 2001 * 4
 
 
+def test_a_pool_of_large_states_starts_with_few():
+    """Tens of megabytes each: a Mac that runs one sequence commits a handful."""
+    shape = StateShape("state", ((4 << 20,),), (mx.float32,))
+    arrays = PoolArrays((shape,), (CacheGroup(0, (0,)),), [40], SIZE)
+    (tensor,) = arrays.tensors[0]
+    assert len(arrays.read(tensor)) == 8
+    arrays.reserve(0, 9)
+    assert len(arrays.read(tensor)) == 16
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Every block holds what was last written there, wherever a resize has moved it."""
 
