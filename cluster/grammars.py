@@ -22,6 +22,8 @@ _WHITESPACE = r"( |\n {0,64})?"
 _MAX_KEPT = 256
 _MAX_LINE = 160
 _MAX_MESSAGE_LINES = 12
+# As in worker/grammar.py. A state takes 1 to 2 kB; what needs more of them than this is somebody's joke.
+_LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,6 @@ class GrammarChecker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._limits = LLParserLimits(verbose_errors=False)
         self._table: asyncio.Future[LLTokenizer] | None = None
         self._good: OrderedDict[str, None] = OrderedDict()
 
@@ -117,7 +118,7 @@ class GrammarChecker:
 
     def _compile(self, table: LLTokenizer, source: str) -> str:
         """What is wrong; empty if nothing is."""
-        matcher = LLMatcher(table, source, log_level=0, limits=self._limits)
+        matcher = LLMatcher(table, source, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()
             if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):

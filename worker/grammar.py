@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_KEPT_GRAMMARS = 64
 _MAX_MESSAGE = 500
+# As in cluster/grammars.py. A state takes 1 to 2 kB; what needs more of them than this is somebody's joke.
+_LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
 
 class GrammarState:
@@ -72,7 +74,6 @@ class GrammarTable:
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
-        self._limits = LLParserLimits(verbose_errors=False)
         self._executor = LLExecutor()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -99,7 +100,7 @@ class GrammarTable:
         """Only in the pool's one thread."""
         first = self._compiled.get(grammar)
         if first is None:
-            first = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=self._limits)
+            first = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_LIMITS)
             self._compiled[grammar] = first
             if len(self._compiled) > _MAX_KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from llguidance import LLParserLimits
 
+import worker.grammar
 from cluster import grammars
 from cluster.config import bundled_model
 from cluster.tokenizer import Tokenizer
@@ -198,6 +200,30 @@ def test_a_grammar_that_fails_here_ends_its_own_row_alone(driver, tokenizer, gra
     assert broken.failure
     assert broken.generated == []
     assert other.generated == alone.generated
+
+
+def test_a_grammar_that_breaks_off_midway_ends_its_own_row_alone(driver, tokenizer, monkeypatch):
+    """A regular expression whose automaton grows with the answer, until it is too large."""
+    monkeypatch.setattr(worker.grammar, "_LIMITS", LLParserLimits(verbose_errors=False, max_lexer_states=1000))
+    source = grammars.regex("r", "[ab]*a[ab]{16}x").source
+    ends = {token: -100.0 for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).endswith(b"x")}
+    broken = driver.add(asking(tokenizer, "Hello", source, 900, temperature=5.0, seed=1, logit_bias=ends))
+    other = driver.add(asking(tokenizer, "Hello", max_tokens=5, temperature=0.0))
+    alone = asking(tokenizer, "Hello", max_tokens=5, temperature=0.0)
+    driver.run()
+    driver.add(alone)
+    driver.run()
+    assert "too many states: 1000" in broken.failure
+    assert len(broken.generated) > 20
+    assert other.generated == alone.generated
+
+
+def test_both_sides_have_the_same_limits():
+    """Else what compiles at the gateway need not compile on a Mac."""
+    names = [name for name in dir(LLParserLimits) if not name.startswith("_")]
+    assert "max_lexer_states" in names
+    for name in names:
+        assert getattr(grammars._LIMITS, name) == getattr(worker.grammar._LIMITS, name)
 
 
 def test_without_a_usable_tokenizer_the_row_says_so(loaded, tokenizer, tmp_path):
