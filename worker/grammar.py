@@ -46,12 +46,6 @@ class GrammarState:
             self.failure = f"the grammar table could not be built: {error}"
             return None
 
-    @property
-    def is_complete(self) -> bool:
-        """Nothing but an end token can follow."""
-        matcher = self.matcher()
-        return matcher is not None and bool(matcher.is_stopped())
-
     def take(self, token_id: int) -> None:
         """The answer has one more token; it was allowed."""
         matcher = self.matcher()
@@ -92,6 +86,8 @@ class GrammarTable:
         matchers = [(matcher, row) for row, state in enumerate(states) if (matcher := state.matcher()) is not None]
         if matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.shape[1] * 4, len(states))
+        if self._vocab_size % 32:
+            masks[:, -1] &= (1 << self._vocab_size % 32) - 1
         for state in states:
             state.check()
         return masks

@@ -32,7 +32,7 @@ class RowRules:
         self.grammar: GrammarState | None = None
         self._num_answer = len(answer)
         self._min_tokens = params.min_tokens
-        self._stops = tuple(stop_token_ids)
+        self.stops = tuple(stop_token_ids)
         self._sequences = [tuple(sequence.token_ids) for sequence in params.banned_sequences]
         banned = [*params.banned_token_ids, *(tokens[0] for tokens in self._sequences if len(tokens) == 1)]
         self._sequences = [tokens for tokens in self._sequences if len(tokens) > 1]
@@ -55,20 +55,25 @@ class RowRules:
         if self.grammar is not None:
             self.grammar.take(token_id)
 
-    def additions(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Token ids, some of them more than once, and what is added to their logits before anything else."""
-        banned = self._banned_now()
+    @property
+    def is_too_short(self) -> bool:
+        """The answer must not end yet, if anything else can follow."""
+        return self._num_answer < self._min_tokens
+
+    def additions(self, *, must_end: bool) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Token ids, some of them more than once, and what is added to their logits before anything else.
+
+        `must_end`: the grammar leaves nothing but an end token.
+        """
+        banned = self._banned_now(must_end=must_end)
         if not banned:
             return self._static_ids, self._static_values
         values = np.concatenate([self._static_values, np.full(len(banned), -np.inf, np.float32)])
         return np.concatenate([self._static_ids, np.array(banned, np.int32)]), values
 
-    def _banned_now(self) -> list[int]:
+    def _banned_now(self, *, must_end: bool) -> list[int]:
         """Tokens that would end the answer too early, or complete a banned sequence."""
-        banned: list[int] = []
-        # A grammar that has come to its end leaves nothing but an end token.
-        if self._num_answer < self._min_tokens and not (self.grammar is not None and self.grammar.is_complete):
-            banned += self._stops
+        banned = list(self.stops) if self.is_too_short and not must_end else []
         tail = tuple(self._tail) if self._sequences else ()
         for sequence in self._sequences:
             if tail[-(len(sequence) - 1) :] == sequence[:-1]:
@@ -84,7 +89,9 @@ def make_rules(message: NewSequence, vocab_size: int, grammars: GrammarTable | N
         return None
     _check(message, vocab_size)
     prompt, answer = message.token_ids[: message.num_prompt_tokens], message.token_ids[message.num_prompt_tokens :]
-    rules = RowRules(params, prompt, answer, frozenset(message.stop_token_ids))
+    # A model may name end tokens that its output doesn't have.
+    stops = frozenset(token for token in message.stop_token_ids if token < vocab_size)
+    rules = RowRules(params, prompt, answer, stops)
     if params.compiled_grammar:
         if grammars is None:
             what = f"sequence {message.seq_id} has a grammar"
@@ -95,7 +102,7 @@ def make_rules(message: NewSequence, vocab_size: int, grammars: GrammarTable | N
 
 def _check(message: NewSequence, vocab_size: int) -> None:
     params = message.sampling
-    named = (*params.logit_bias, *params.banned_token_ids, *message.stop_token_ids)
+    named = (*params.logit_bias, *params.banned_token_ids)
     for token_id in (*named, *(token for sequence in params.banned_sequences for token in sequence.token_ids)):
         if token_id >= vocab_size:
             what = f"sequence {message.seq_id}: token id {token_id} of its rules"
@@ -123,22 +130,34 @@ def shape(logits: mx.array, rules: Sequence[RowRules | None], grammars: GrammarT
     shaped = [of_row for of_row in rules if of_row is not None]
     held = [(row, of_row.grammar) for row, of_row in enumerate(shaped) if of_row.grammar is not None]
     masks = None
+    must_end: set[int] = set()
     if held:
         assert grammars is not None, "make_rules refuses grammars without a table"
         # The device begins with the forward now; the masks are computed meanwhile.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        masks = mx.array(grammars.masks([state for _, state in held]).view(np.uint8))
+        bits = grammars.masks([state for _, state in held]).view(np.uint8)
+        must_end = {row for (row, _), own in zip(held, bits, strict=True) if _only_ends(shaped[row], own)}
+        masks = mx.array(bits)
     picked = (logits if len(rows) == len(rules) else logits[mx.array(rows, mx.int32)]).astype(mx.float32)
-    picked = _add(picked, shaped)
+    picked = _add(picked, [of_row.additions(must_end=row in must_end) for row, of_row in enumerate(shaped)])
     if masks is not None:
         picked = _mask(picked, [row for row, _ in held], masks)
     counted = [(row, of_row.counts) for row, of_row in enumerate(shaped) if of_row.counts is not None]
     return ShapedLogits(rows, penalise(picked, counted))
 
 
-def _add(logits: mx.array, rules: Sequence[RowRules]) -> mx.array:
+def _only_ends(rules: RowRules, bits: NDArray[np.uint8]) -> bool:
+    """Whether a mask has nothing but stop tokens; asked only of an answer that is too short to end."""
+    if not rules.is_too_short:
+        return False
+    others = bits.copy()
+    for token in rules.stops:
+        others[token // 8] &= ~np.uint8(1 << token % 8)
+    return not others.any()
+
+
+def _add(logits: mx.array, additions: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]) -> mx.array:
     vocab_size = logits.shape[-1]
-    additions = [of_row.additions() for of_row in rules]
     ids = np.concatenate([row * vocab_size + ids for row, (ids, _) in enumerate(additions)])
     if not len(ids):
         return logits

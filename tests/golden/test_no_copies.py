@@ -72,7 +72,7 @@ class AnyTable:
     """A grammar table that allows everything: what matters here is that a step is evaluated in two parts."""
 
     class State:
-        failure, is_complete = "", False
+        failure = ""
 
         def take(self, token_id):
             pass

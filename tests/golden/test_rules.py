@@ -143,3 +143,18 @@ def test_grammars_survive_preemption_and_stay_in_their_rows(bundled):
         return {request_id: answer.tokens for request_id, answer in answers.items()}
 
     assert run(is_disturbed=True) == run(is_disturbed=False)
+
+
+def test_a_row_that_fails_is_skipped_by_the_plan_made_ahead(bundled):
+    model, config = bundled
+    table = GrammarTable(Path(bundled_model()), config["vocab_size"], [config["eos_token_id"]])
+    alone = InProcessMac(model, config, grammars=table)
+    expected = alone.add("fine", [5, 6, 7], 8)
+    alone.run()
+    mac = InProcessMac(model, config, grammars=table)
+    fine = mac.add("fine", [5, 6, 7], 8)
+    broken = mac.add("broken", [5, 6, 7], 8, rules=LogitRules(grammar=grammars.lark("f", "start: no_such").source))
+    mac.run()
+    assert (broken.finish, broken.tokens) == (Finish.ABORTED, [])
+    assert (fine.finish, fine.tokens) == (Finish.LENGTH, expected.tokens)
+    assert mac.kv.used_bytes == 0

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
@@ -186,6 +187,20 @@ def test_a_complete_answer_may_end_before_min_tokens(driver, tokenizer):
     request = driver.add(asking(tokenizer, "Hello", source, min_tokens=50))
     driver.run()
     assert text_of(tokenizer, request) == "yes"
+
+
+def test_masks_have_no_bits_beyond_the_vocabulary(loaded):
+    for vocab_size in (1536, 1537, 1550, 1567):
+        table = GrammarTable(Path(bundled_model()), vocab_size, loaded.eos_token_ids)
+        masks = table.masks([table.begin(grammars.regex("r", r"(.|\n)*").source, ()), broken_state(table)])
+        assert masks.shape == (2, -(-vocab_size // 32))
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        assert bits[0, :1536].sum() > 1000
+        assert not bits[:, vocab_size:].any()
+
+
+def broken_state(table):
+    return table.begin("start: no_such_rule", ())
 
 
 @pytest.mark.parametrize("grammar", ["start: nothing_of_that_name", "start: start"])

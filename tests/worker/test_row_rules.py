@@ -151,12 +151,12 @@ def rows_of(vocab_size: int):
         ),
         bias=st.dictionaries(tokens, st.sampled_from([-100.0, -2.5, 1.0, 5.0]), max_size=3),
         banned=few,
-        sequences=st.lists(st.lists(tokens, min_size=1, max_size=2), max_size=2),
+        sequences=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4),
         **numbers,
     )
     plain = st.builds(SamplingParams, temperature=st.sampled_from([0.0, 1.0]), seed=numbers["seed"])
     # Few different tokens, so that penalties and banned sequences meet what they are about.
-    text = st.lists(st.integers(0, min(vocab_size, 12) - 1), max_size=12).map(tuple)
+    text = st.lists(st.integers(0, 4), max_size=12).map(tuple)
     return st.builds(Row, params=plain | params, prompt=text, answer=text, stops=few.map(tuple))
 
 
@@ -181,6 +181,20 @@ def test_rows_are_drawn_as_the_twin_says_and_alone_as_together(data):
             own = raw[index].astype(np.float64)
             expected = own[tokens[index]] - own.max() - math.log(np.exp(own - own.max()).sum())
             assert logprobs[index].logprob == pytest.approx(expected, abs=1e-4)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_logits_are_changed_as_the_twin_says(data):
+    vocab_size = data.draw(st.sampled_from(_VOCAB_SIZES))
+    rows = data.draw(st.lists(rows_of(vocab_size), min_size=1, max_size=5))
+    raw = np.random.RandomState(data.draw(st.integers(0, 1000))).randn(len(rows), vocab_size).astype(np.float32)
+    rules = [make_rules(row.message, vocab_size, None) for row in rows]
+    shaped = shape(mx.array(raw), rules, None)
+    by_row = {} if shaped is None else dict(zip(shaped.rows, np.array(shaped.logits), strict=True))
+    for index, row in enumerate(rows):
+        ours = by_row.get(index, raw[index])
+        np.testing.assert_allclose(ours, shaped_by_twin(raw[index], row), rtol=1e-6, atol=1e-6)
 
 
 @given(st.sampled_from(_VOCAB_SIZES), st.data())
