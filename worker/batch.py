@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows that a recurrent mixer can run at once: `[rows, 1]` of several sequences, or `[1, rows]` of one.
+    """Rows that a recurrent mixer can run at once: of sequences that have as many tokens, `[len(spans), num_tokens]`.
 
     `is_fresh`: the sequences begin here and have no state yet.
     """
@@ -52,7 +52,7 @@ class Part:
     first: int
     last: int
     spans: tuple[int, ...]
-    is_prefill: bool
+    num_tokens: int
     is_fresh: bool
 
 
@@ -74,7 +74,8 @@ class Batch:
         decodes = [i for i, span in enumerate(spans) if len(span.token_ids) == 1]
         decodes.sort(key=lambda i: (i not in members, spans[i].start))
         prefills = [i for i, span in enumerate(spans) if len(span.token_ids) > 1]
-        prefills.sort(key=lambda i: i not in members)
+        # Those of one length lie side by side, so that recurrent mixers can take them together.
+        prefills.sort(key=lambda i: (i not in members, len(spans[i].token_ids), spans[i].start > 0))
         self.order = decodes + prefills
         self._skips = [self.shared.num_blocks if self.shared and i in members else 0 for i in self.order]
         self.spans = [spans[i] for i in self.order]
@@ -116,16 +117,13 @@ class Batch:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The step cut for mixers that aren't token-parallel: runs of decode rows, then each prefill span."""
-        parts = []
-        rows = enumerate(self.spans[: self.num_decodes])
-        for is_fresh, members in groupby(rows, key=lambda row: row[1].start == 0):
-            indices = tuple(index for index, _ in members)
-            parts.append(Part(indices[0], indices[-1] + 1, indices, is_prefill=False, is_fresh=is_fresh))
-        first = self.num_decodes
-        for index, span in enumerate(self.spans[self.num_decodes :], self.num_decodes):
-            last = first + len(span.token_ids)
-            parts.append(Part(first, last, (index,), is_prefill=True, is_fresh=span.start == 0))
+        """The step cut for mixers that aren't token-parallel: runs of decode rows, then of prefills of one length."""
+        parts, first = [], 0
+        spans = enumerate(self.spans)
+        for (num_tokens, is_fresh), run in groupby(spans, key=lambda row: (len(row[1].token_ids), row[1].start == 0)):
+            indices = tuple(index for index, _ in run)
+            last = first + num_tokens * len(indices)
+            parts.append(Part(first, last, indices, num_tokens, is_fresh))
             first = last
         return parts
 

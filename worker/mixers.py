@@ -1,8 +1,8 @@
 """How unmodified mlx-lm models run their recurrent layers over states in pools.
 
 A recurrent mixer isn't token-parallel, so in a step of token rows it can't take all rows at once: a wrapper around the
-call of each reviewed mixer class cuts the rows into parts that it can take, decode rows together and each prefill by
-itself, and hands it the states of that part. A flat step has one part, so the state is simply laid in.
+call of each reviewed mixer class cuts the rows into parts that it can take, decode rows together and prefills of
+one length, and hands it the states of that part. A flat step has one part, so the state is simply laid in.
 """
 
 import functools
@@ -77,8 +77,9 @@ class StateCache(ArraysCache):
 
     def position_of(self, part: Part) -> int | mx.array:
         """Position of the first token of each batch row of a part."""
-        batch = self._step.batch
-        return batch.spans[part.spans[0]].start if part.is_prefill else batch.offset[part.first : part.last]  # type: ignore[index]
+        spans = self._step.batch.spans
+        starts = [spans[index].start for index in part.spans]
+        return starts[0] if len(starts) == 1 else mx.array(starts, mx.int32)
 
     def parts(self) -> list[Part]:
         """Of the step."""
@@ -139,17 +140,17 @@ def _by_parts(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(value: Any, part: Part, num_rows: int) -> Any:
-    """A part's rows of an array `[rows, 1, …]`, as `[1, rows, …]` if it is a prefill; anything else as it is."""
+    """A part's rows of an array `[rows, 1, …]`, as `[sequences, tokens, …]`; anything else as it is."""
     if not isinstance(value, mx.array) or value.shape[:2] != (num_rows, 1):
         return value
     rows = value if part.last - part.first == num_rows else value[part.first : part.last]
-    return rows.swapaxes(0, 1) if part.is_prefill else rows
+    return rows if part.num_tokens == 1 else rows.reshape(-1, part.num_tokens, *rows.shape[2:])
 
 
 def _uncut(output: Any, part: Part) -> Any:
     if isinstance(output, tuple):
         return tuple(_uncut(item, part) for item in output)
-    return output.swapaxes(0, 1) if part.is_prefill else output
+    return output if part.num_tokens == 1 else output.reshape(-1, 1, *output.shape[2:])
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from cluster.scheduling.scheduler import Scheduler
 from worker import models
 from worker.engine import Engine
 from worker.grammar import GrammarTable
-from worker.metal.dispatch import twin_kernels
+from worker.metal.dispatch import Kernels, twin_kernels
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -48,9 +48,11 @@ class InProcessMac:
         max_num_seqs: int = 16,
         max_plans_in_flight: int = 2,
         max_model_len: int = MAX_MODEL_LEN,
+        kernels: Kernels | None = None,
         grammars: GrammarTable | None = None,
     ) -> None:
-        self.engine = Engine(models.adapt(model, config), twin_kernels(), memory_limit_bytes=1 << 30, grammars=grammars)
+        kernels = kernels or twin_kernels()
+        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30, grammars=grammars)
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),

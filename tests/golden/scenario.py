@@ -91,7 +91,7 @@ class Checked:
     max_logprob_error: float
 
 
-def check(model, config) -> Checked:
+def check(model, config, **options) -> Checked:
     """Alone, in ragged batches, by chunks, from cached prefixes and states, preempted, beside a cancelled one."""
     prompts = prompts_of(VOCAB_SIZE)
     later = follow_ups(prompts, VOCAB_SIZE)
@@ -103,7 +103,7 @@ def check(model, config) -> Checked:
         "prefix hit": [alone[2], alone[4], *(reference(model, prompt) for prompt in later)],
         "turn hit": [reference(model, turn)],
     }
-    mac = InProcessMac(model, config)
+    mac = InProcessMac(model, config, **options)
     result = run(mac, prompts, later)
     pairs = [
         (path, answer, one)

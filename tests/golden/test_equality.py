@@ -1,6 +1,7 @@
 """Every family against mlx-lm itself, one request at a time, by whatever path the engine takes it."""
 
 import pkgutil
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx_lm.models
@@ -8,6 +9,7 @@ import pytest
 
 from tests.golden import scenario
 from tests.golden.cases import CASES, NOT_RUN, REPRESENTATIVES, config_of, make_model, module_of
+from worker.metal.dispatch import twin_kernels
 
 # Parts that models are made of.
 _NO_MODELS = {
@@ -41,6 +43,13 @@ def test_family_gives_the_tokens_and_logprobs_of_mlx_lm(case):
     # Prefixes were found wherever the model's kinds can be resumed: states only where one was kept.
     hits = [answer.num_cached_tokens for path in ("prefix hit", "turn hit") for answer in run.answers[path]]
     assert hits == [0 if mac.kv.has_states else 63, 48, 48, 48, 64]
+
+
+@pytest.mark.parametrize("case", ["gemma3_text", "gpt_oss", "kimi_linear", "qwen3_next"])
+def test_rows_for_ragged_kernels_give_them_too(case):
+    """As on a GPU: all decode rows of a step in one group, whatever their contexts."""
+    kernels = replace(twin_kernels(), takes_ragged_rows=True)
+    assert not scenario.check(make_model(case), config_of(case), kernels=kernels).problems
 
 
 def test_every_family_of_mlx_lm_is_in_the_sweep_or_has_a_reason_not_to_be():

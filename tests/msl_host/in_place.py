@@ -2,4 +2,7 @@
 
 IN_PLACE: dict[str, tuple[str, ...]] = {
     "cidery_write_kv": ("key_pool", "value_pool"),
+    "cidery_gated_delta": ("pool",),
+    "cidery_short_conv": ("pool",),
+    "cidery_mamba2": ("pool",),
 }

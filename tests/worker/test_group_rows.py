@@ -74,14 +74,14 @@ def test_parts_cover_all_rows_and_never_mix_sequences_that_begin_with_others(cas
     _, _, spans = case
     batch = Batch(spans, block_size=case[0])
     row = 0
+    assert [index for part in batch.parts for index in part.spans] == list(range(len(spans)))
     for part in batch.parts:
         assert part.first == row
         row = part.last
         members = [batch.spans[index] for index in part.spans]
         assert all((span.start == 0) == part.is_fresh for span in members)
-        assert part.is_prefill == (len(members[0].token_ids) > 1)
-        assert sum(len(span.token_ids) for span in members) == part.last - part.first
-        assert len(members) == 1 or not part.is_prefill
+        assert {len(span.token_ids) for span in members} == {part.num_tokens}
+        assert len(members) * part.num_tokens == part.last - part.first
     assert row == batch.num_tokens
 
 
