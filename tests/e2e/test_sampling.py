@@ -1,6 +1,8 @@
 """Constraints and several answers over both faces, on a real fleet."""
 
 import json
+import os
+import signal
 import threading
 import time
 
@@ -196,3 +198,26 @@ class TestSeveralAnswers:
 
 def _num_running(served) -> int:
     return sum(mac["scheduling"]["num_running"] for mac in served.fleet().values())
+
+
+def test_json_goes_on_after_the_loss_of_its_worker(start):
+    """Grammar, penalties and draws are rebuilt from tokens by a new worker: the same answer."""
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 9999}, "minItems": 60, "maxItems": 80}
+    body = {"messages": USER, "seed": 3, "temperature": 1.0, "presence_penalty": 0.4}
+    body["structured_outputs"] = {"json": schema}
+    with start("--macs", "1") as served:
+        expected = served.chat(**body)["choices"][0]["message"]["content"]
+        jsonschema.validate(json.loads(expected), schema)
+        (mac,) = served.fleet().values()
+        text, is_killed = "", False
+        with served.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    text += "".join(texts_of([json.loads(line.removeprefix("data: "))]).values())
+                if len(text) > 40 and not is_killed:
+                    is_killed = True
+                    os.kill(mac["worker_pid"], signal.SIGKILL)
+        assert is_killed
+        assert text == expected
+        (after,) = served.fleet().values()
+        assert after["worker_pid"] != mac["worker_pid"]
