@@ -105,6 +105,7 @@ class _AnswerText:
     def __init__(self, job: Job) -> None:
         self._text = Detokenizer(job.model.tokenizer)
         self._stops = StopStrings(job.asked.stop)
+        self._num_before_stops = job.asked.min_tokens or 0
 
     @property
     def stop(self) -> str | None:
@@ -114,7 +115,10 @@ class _AnswerText:
         """What may be shown after an update; all of it after the last."""
         # The token that ended it is no part of the text.
         shown = update.token_ids[:-1] if update.finish is Finish.STOP else update.token_ids
-        new = self._stops.push(self._text.push(shown))
+        new = self._text.push(shown)
+        self._num_before_stops -= len(update.token_ids)
+        if self._num_before_stops < 0:  # else the answer is not long enough yet to be ended
+            new = self._stops.push(new)
         if update.finish is not None:
             new += self._stops.push(self._text.flush())
             new += self._stops.flush()
@@ -326,12 +330,23 @@ def _check(job: Job) -> tuple[SamplingParams, int]:
         raise InvalidRequest("prompt", "is empty; at least one token is needed")
     check_token_ids("prompt", job.prompt.token_ids, model.tokenizer.vocab_size)
     check_token_ids("stop_token_ids", job.asked.stop_token_ids, model.tokenizer.vocab_size)
+    check_token_ids("banned_token_ids", job.asked.banned_token_ids, model.tokenizer.vocab_size)
+    check_token_ids("logit_bias", tuple(token for token, _ in job.asked.logit_bias), model.tokenizer.vocab_size)
+    # Each of them may be out of bounds at the same time; something must be left to draw.
+    num_out = len({*job.asked.banned_token_ids, *job.asked.stop_token_ids}) + len(job.asked.banned_sequences or ())
+    if num_out > model.tokenizer.vocab_size // 2:
+        limit = f"no more than half of the vocabulary's {model.tokenizer.vocab_size} tokens"
+        raise InvalidRequest("banned_token_ids", f"with stop tokens and bad words, {limit} may be named, got {num_out}")
     room = model.max_model_len - num_prompt
     asked = job.asked.max_tokens
     if room < 1 or (asked is not None and asked > room):
         wanted = f"{num_prompt} prompt tokens + {asked or 1} max_tokens = {num_prompt + (asked or 1)} tokens"
         raise RequestTooLong(f"{wanted}, but the context of {model.name} holds {model.max_model_len}")
-    return sampling, asked if asked is not None else room
+    max_tokens = asked if asked is not None else room
+    if sampling.rules.min_tokens > max_tokens:
+        got = f"must be at most max_tokens, which is {max_tokens}, got {sampling.rules.min_tokens}"
+        raise InvalidRequest("min_tokens", got)
+    return sampling, max_tokens
 
 
 def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Progress, tenant_weight: float) -> Request:

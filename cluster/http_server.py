@@ -17,7 +17,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.admin import AdminServicer
-from cluster.conductor import Completed, Conductor, Event, Job
+from cluster.choices import Indexed, serve_answers, usage_of
+from cluster.conductor import Completed, Conductor, Job
 from cluster.config import MAX_BODY_BYTES
 from cluster.errors import ActorAway, BodyTooLarge, CideryError, InvalidRequest, Overloaded
 from cluster.fleet_metrics import fleet_text
@@ -96,7 +97,8 @@ class HttpServer:
         common = parse_common(body, is_chat=True)
         model = self._models.get(common.model)
         prompt = await self._models.chat_prompt(model, parse_messages(body))
-        job = Job(new_request_id("chatcmpl"), model, prompt, common.sampling, arrived_s, _handling(request, common))
+        sampling = await self._models.prepare(model, common.sampling)
+        job = Job(new_request_id("chatcmpl"), model, prompt, sampling, arrived_s, _handling(request, common))
         return await self._answer(request, common, ChatAnswer(job))
 
     async def complete(self, request: Request) -> Response:
@@ -107,7 +109,8 @@ class HttpServer:
         model = self._models.get(common.model)
         asked = parse_prompt(body)
         prompt = await self._models.text_prompt(model, asked) if isinstance(asked, str) else Prompt(asked)
-        job = Job(new_request_id("cmpl"), model, prompt, common.sampling, arrived_s, _handling(request, common))
+        sampling = await self._models.prepare(model, common.sampling)
+        job = Job(new_request_id("cmpl"), model, prompt, sampling, arrived_s, _handling(request, common))
         return await self._answer(request, common, TextAnswer(job))
 
     async def fleet(self, request: Request) -> Response:
@@ -152,7 +155,7 @@ class HttpServer:
         return _json(await self._admin.GetPlacement(admin_pb2.GetPlacementRequest(), None))
 
     async def _answer(self, request: Request, common: OpenAIRequest, answer: Answer) -> Response:
-        events = self._conductor.serve(answer.job)
+        events = serve_answers(self._conductor, answer.job, common.num_answers)
         if common.stream:
             # The first event comes before the status line, so that a refusal still gets its own status.
             try:
@@ -160,7 +163,7 @@ class HttpServer:
             except BaseException:
                 await events.aclose()
                 raise
-            return EventStream(_stream(answer, first, events, includes_usage=common.include_usage), answer.job)
+            return EventStream(_stream(answer, first, events, common), answer.job)
         async with aclosing(events):
             collected = await _unless_disconnected(request, _collect(events))
         return JSONResponse(answer.whole(collected), headers={"x-request-id": answer.job.request_id})
@@ -208,32 +211,36 @@ class EventStream(Response):
 
 
 async def _stream(
-    answer: Answer, first: Event, events: AsyncGenerator[Event], *, includes_usage: bool
+    answer: Answer, first: Indexed, events: AsyncGenerator[Indexed], common: OpenAIRequest
 ) -> AsyncGenerator[bytes]:
+    completed: list[Completed] = []
     async with aclosing(events):
-        opening = answer.first_chunk()
-        if opening is not None:
-            yield sse(opening)
+        for index in range(common.num_answers):
+            opening = answer.first_chunk(index)
+            if opening is not None:
+                yield sse(opening)
         try:
-            async for event in _after(first, events):
-                body = answer.chunk(event)
+            async for each in _after(first, events):
+                body = answer.chunk(each)
                 if body is not None:
                     yield sse(body)
-                if isinstance(event, Completed) and includes_usage:
-                    yield sse(answer.usage_chunk(event))
+                if isinstance(each.event, Completed):
+                    completed.append(each.event)
+            if common.include_usage:
+                yield sse(answer.usage_chunk(usage_of(completed)))
         except CideryError as error:
             # The status line is gone; the error is the stream's last word.
             yield sse(error_body(error))
         yield DONE
 
 
-async def _after(first: Event, rest: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+async def _after(first: Indexed, rest: AsyncGenerator[Indexed]) -> AsyncGenerator[Indexed]:
     yield first
     async for event in rest:
         yield event
 
 
-async def _collect(events: AsyncGenerator[Event]) -> list[Event]:
+async def _collect(events: AsyncGenerator[Indexed]) -> list[Indexed]:
     return [event async for event in events]
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import grpc
 
-from cluster import wire
+from cluster import grammars, wire
+from cluster.choices import serve_answers
 from cluster.conductor import Completed, Conductor, Event, Job, TextChunk
 from cluster.errors import InvalidRequest
 from cluster.handling import SESSION_HEADER, Handling
-from cluster.sampling import SamplingRequest
+from cluster.sampling import SamplingRequest, check_num_answers
 from cluster.scheduling.request import TokenLogprobs
 from cluster.served_models import ServedModel, ServedModels
 from cluster.tokenizer import Message, Prompt, Tokenizer
@@ -39,16 +40,10 @@ class InferenceServicer:
         else:
             prompt = Prompt(tuple(request.token_ids.ids))
         handling = _handling(request.handling, context)
-        job = Job(
-            new_request_id("gen"),
-            model,
-            prompt,
-            sampling_request(request.sampling),
-            arrived_s,
-            handling,
-            _deadline_s(context),
-        )
-        async for event in self._serve(job, context):
+        num_answers = check_num_answers(request.n if request.HasField("n") else None)
+        asked = await self._models.prepare(model, sampling_request(request.sampling))
+        job = Job(new_request_id("gen"), model, prompt, asked, arrived_s, handling, _deadline_s(context))
+        async for event in self._serve(job, num_answers, context):
             yield inference_pb2.GenerateResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
 
     async def Chat(  # noqa: N802
@@ -59,16 +54,10 @@ class InferenceServicer:
         model = self._models.get(request.model)
         prompt = await self._models.chat_prompt(model, _messages(request.messages))
         handling = _handling(request.handling, context)
-        job = Job(
-            new_request_id("chat"),
-            model,
-            prompt,
-            sampling_request(request.sampling),
-            arrived_s,
-            handling,
-            _deadline_s(context),
-        )
-        async for event in self._serve(job, context):
+        num_answers = check_num_answers(request.n if request.HasField("n") else None)
+        asked = await self._models.prepare(model, sampling_request(request.sampling))
+        job = Job(new_request_id("chat"), model, prompt, asked, arrived_s, handling, _deadline_s(context))
+        async for event in self._serve(job, num_answers, context):
             yield inference_pb2.ChatResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
 
     async def Tokenize(  # noqa: N802
@@ -92,11 +81,13 @@ class InferenceServicer:
         ]
         return inference_pb2.ListModelsResponse(models=models)
 
-    async def _serve(self, job: Job, context: grpc.aio.ServicerContext) -> AsyncGenerator[dict[str, object]]:
+    async def _serve(
+        self, job: Job, num_answers: int, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[dict[str, object]]:
         await context.send_initial_metadata((("x-request-id", job.request_id),))
-        async with aclosing(self._conductor.serve(job)) as events:
-            async for event in events:
-                yield _event(event, job.model)
+        async with aclosing(serve_answers(self._conductor, job, num_answers)) as events:
+            async for each in events:
+                yield {"index": each.index} | _event(each.event, job.model)
 
 
 def _handling(message: handling_pb2.Handling, context: grpc.aio.ServicerContext) -> Handling:
@@ -118,28 +109,54 @@ def new_request_id(kind: str) -> str:
 
 
 def sampling_request(message: sampling_pb2.SamplingParams) -> SamplingRequest:
-    """What the client set; the rest stays None."""
+    """What the client set; the rest stays None. Raises InvalidRequest."""
 
-    def of(name: str) -> float | int | None:
-        value: float | int | None = getattr(message, name) if message.HasField(name) else None
-        return value
+    def real(name: str) -> float | None:
+        return float(getattr(message, name)) if message.HasField(name) else None
 
+    def whole(name: str) -> int | None:
+        return int(getattr(message, name)) if message.HasField(name) else None
+
+    for name in ("banned_sequences", "compiled_grammar"):
+        if getattr(message, name):
+            raise InvalidRequest(name, "is the cluster's own; use bad_words or grammar")
     return SamplingRequest(
-        temperature=of("temperature"),
-        top_k=_as_int(of("top_k")),
-        top_p=of("top_p"),
-        min_p=of("min_p"),
-        seed=_as_int(of("seed")),
-        max_tokens=_as_int(of("max_tokens")),
+        temperature=real("temperature"),
+        top_k=whole("top_k"),
+        top_p=real("top_p"),
+        min_p=real("min_p"),
+        seed=whole("seed"),
+        max_tokens=whole("max_tokens"),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
-        num_top_logprobs=_as_int(of("num_top_logprobs")),
+        num_top_logprobs=whole("num_top_logprobs"),
+        frequency_penalty=real("frequency_penalty"),
+        presence_penalty=real("presence_penalty"),
+        repetition_penalty=real("repetition_penalty"),
+        logit_bias=tuple(message.logit_bias.items()),
+        min_tokens=whole("min_tokens"),
+        banned_token_ids=tuple(message.banned_token_ids),
+        bad_words=tuple(message.bad_words),
+        xtc_probability=real("xtc_probability"),
+        xtc_threshold=real("xtc_threshold"),
+        grammar=_grammar(message.grammar),
     )
 
 
-def _as_int(value: float | int | None) -> int | None:
-    return None if value is None else int(value)
+def _grammar(message: sampling_pb2.Grammar) -> grammars.Grammar | None:
+    """Raises InvalidRequest."""
+    kind = message.WhichOneof("kind")
+    field = f"grammar.{kind}"
+    if kind == "json_schema":
+        return grammars.json_schema_text(field, message.json_schema)
+    if kind == "json_object":
+        return grammars.json_object(field) if message.json_object else None
+    if kind == "regex":
+        return grammars.regex(field, message.regex)
+    if kind == "choice":
+        return grammars.choice(f"{field}.texts", tuple(message.choice.texts))
+    return None if kind is None else grammars.lark(field, message.lark)
 
 
 def _messages(messages: Iterable[inference_pb2.ChatMessage]) -> list[Message]:

@@ -169,9 +169,18 @@ class MacEngine:
         if message.root_hash != self.root:
             raise InvalidRequest("root_hash", f"the gateway's model, tokenizer or block size differs from {self.mac}'s")
         request = wire.request_from_open(message, self.described.eos_token_ids)
-        largest = max(request.token_ids, default=0)
-        if largest >= self.described.vocab_size:
-            raise InvalidRequest("prompt", f"token ids must be below {self.described.vocab_size}, got {largest}")
+        rules = request.sampling.rules
+        if rules.grammar and not self.described.eos_token_ids:
+            raise InvalidRequest("grammar", "the model has no end token, which is what follows a complete answer")
+        named = {
+            "prompt": request.token_ids,
+            "logit_bias": [token for token, _ in rules.logit_bias],
+            "banned tokens": [token for sequence in rules.banned_sequences for token in sequence],
+        }
+        for field, token_ids in named.items():
+            largest = max(token_ids, default=0)
+            if largest >= self.described.vocab_size:
+                raise InvalidRequest(field, f"token ids must be below {self.described.vocab_size}, got {largest}")
         try:
             return self.scheduler.add(request, time.monotonic())
         except refusals.RequestTooLong as error:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.choices import Indexed, usage_of
 from cluster.conductor import Completed, Event, Job, TextChunk
 from cluster.errors import CideryError, InvalidRequest
 from cluster.scheduling.request import Finish, TokenLogprobs
@@ -68,9 +69,14 @@ def extension_body(completed: Completed) -> dict[str, Any]:
     }
 
 
+def _seeds(completed: list[Completed]) -> dict[str, Any]:
+    """Of each answer, where there are several."""
+    return {"seeds": [each.seed for each in completed]} if len(completed) > 1 else {}
+
+
 @dataclass(slots=True)
 class Answer(ABC):
-    """Builds the bodies of one answer."""
+    """Builds the bodies of the answers to one request."""
 
     job: Job
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -84,31 +90,44 @@ class Answer(ABC):
     @abstractmethod
     def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]: ...
 
-    def first_chunk(self) -> dict[str, Any] | None:
-        """What a stream opens with, before any text."""
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """What a stream opens an answer with, before any text."""
         return None
 
-    def whole(self, events: list[Event]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+    def whole(self, events: list[Indexed]) -> dict[str, Any]:
+        """The body of answers that are not streamed."""
+        by_index: dict[int, list[Event]] = {}
+        for each in events:
+            by_index.setdefault(each.index, []).append(each.event)
+        choices, completed = [], []
+        for index in sorted(by_index):
+            choice, end = self._choice_of(by_index[index])
+            choices.append({"index": index} | choice)
+            completed.append(end)
+        usage = usage_of(completed)
+        return self._frame(self.object_name, choices) | {
+            "usage": usage_body(usage),
+            "cidery": extension_body(usage) | _seeds(completed),
+        }
+
+    def _choice_of(self, events: list[Event]) -> tuple[dict[str, Any], Completed]:
         chunks = [event for event in events if isinstance(event, TextChunk)]
         completed = events[-1]
         assert isinstance(completed, Completed)
         text = "".join(chunk.text for chunk in chunks)
         logprobs = [each for chunk in chunks for each in chunk.logprobs]
-        choice = self._whole_choice(text, logprobs, _FINISH[completed.finish])
-        return self._frame(self.object_name, [choice]) | {
-            "usage": usage_body(completed),
-            "cidery": extension_body(completed),
-        }
+        return self._whole_choice(text, logprobs, _FINISH[completed.finish]), completed
 
-    def chunk(self, event: Event) -> dict[str, Any] | None:
+    def chunk(self, indexed: Indexed) -> dict[str, Any] | None:
         """One chunk of a stream; None when there is nothing to show yet."""
+        index, event = {"index": indexed.index}, indexed.event
         if isinstance(event, Completed):
-            choice = self._chunk_choice("", (), _FINISH[event.finish])
+            choice = index | self._chunk_choice("", (), _FINISH[event.finish])
             return self._frame(self.chunk_object_name, [choice]) | {"cidery": extension_body(event)}
         if not event.text and not event.logprobs:
             return None
-        return self._frame(self.chunk_object_name, [self._chunk_choice(event.text, event.logprobs, None)])
+        choice = index | self._chunk_choice(event.text, event.logprobs, None)
+        return self._frame(self.chunk_object_name, [choice])
 
     def usage_chunk(self, completed: Completed) -> dict[str, Any]:
         """The extra chunk that `stream_options.include_usage` asks for."""
@@ -130,14 +149,18 @@ class ChatAnswer(Answer):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def first_chunk(self) -> dict[str, Any] | None:
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
         """The role."""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         return self._frame(self.chunk_object_name, [choice])
 
     def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]:
         return {
-            "index": 0,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._logprobs(logprobs),
             "finish_reason": finish,
@@ -145,7 +168,7 @@ class ChatAnswer(Answer):
 
     def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]:
         delta = {"content": text} if finish is None else {}
-        return {"index": 0, "delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+        return {"delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
 
     def _logprobs(self, logprobs: list[TokenLogprobs] | tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
         if not logprobs:
@@ -166,10 +189,10 @@ class TextAnswer(Answer):
     chunk_object_name = "text_completion"
 
     def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+        return {"text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
 
     def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+        return {"text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
 
     def _logprobs(self, logprobs: list[TokenLogprobs] | tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
         if not logprobs:

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config import ModelConfig
 from cluster.errors import InvalidRequest, ModelNotFound, NoMacReady, StartupFailed
+from cluster.grammars import GrammarChecker
 from cluster.kv.hashing import BlockHash
 from cluster.model_files import find_model
 from cluster.ray_calls import ActorCaller
 from cluster.routing.mac import MacState
-from cluster.sampling import Defaults
+from cluster.sampling import Defaults, SamplingRequest, check_bad_words
 from cluster.tokenizer import Message, Prompt, Tokenizer
 
 # Shorter texts take about a millisecond, which a hop to a thread would double.
@@ -26,6 +27,7 @@ class ServedModel:
     tokenizer: Tokenizer
     defaults: Defaults
     created_s: int
+    grammars: GrammarChecker
     root: BlockHash | None = None
     block_size: int = 0
     max_model_len: int = 0
@@ -44,7 +46,9 @@ class ServedModels:
     async def load(self, config: ModelConfig, created_s: int) -> None:
         """Reads a model's tokenizer; takes seconds, off the event loop."""
         folder = await asyncio.to_thread(find_model, config.path)
-        self._models[config.name] = await asyncio.to_thread(_load, config.name, folder, created_s)
+        model = await asyncio.to_thread(_load, config.name, folder, created_s)
+        model.grammars.start()
+        self._models[config.name] = model
 
     async def refresh(self) -> None:
         """Learns from the router which Macs serve what. Raises StartupFailed if one tokenizes otherwise than we do."""
@@ -69,6 +73,23 @@ class ServedModels:
         """A conversation. Raises InvalidRequest, RequestTooLong."""
         num_characters = sum(len(message["content"]) for message in messages)
         return await self._encode(model, num_characters, lambda: model.tokenizer.encode_chat(messages))
+
+    async def prepare(self, model: ServedModel, asked: SamplingRequest) -> SamplingRequest:
+        """Bad words in tokens, and the grammar compiled, so that nothing is queued for a bad one.
+
+        Raises InvalidRequest.
+        """
+        if not asked.needs_tokenizer:
+            return asked
+        spelled: set[tuple[int, ...]] = set()
+        if asked.bad_words:
+            check_bad_words(asked.bad_words)
+            texts = [text for word in asked.bad_words for text in (word, f" {word}")]
+            async with self._encoding:
+                spelled = {model.tokenizer.encode_plain(text) for text in texts}
+        if asked.grammar is not None:
+            await model.grammars.check(asked.grammar)
+        return replace(asked, banned_sequences=tuple(sorted(spelled)))
 
     async def _encode(self, model: ServedModel, num_characters: int, encode: Callable[[], Prompt]) -> Prompt:
         """A long text is encoded in a thread, so that no running stream waits for it."""
@@ -95,4 +116,5 @@ class ServedModels:
 
 
 def _load(name: str, folder: Path, created_s: int) -> ServedModel:
-    return ServedModel(name, Tokenizer(folder), Defaults.of_model(folder), created_s)
+    tokenizer = Tokenizer(folder)
+    return ServedModel(name, tokenizer, Defaults.of_model(folder), created_s, GrammarChecker(tokenizer))

@@ -1,5 +1,6 @@
 """Text to tokens and back: chat template, where messages end, incremental detokenising, stop strings."""
 
+import json
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,7 @@ class Tokenizer:
         self.digest = tokenizer_digest(folder)
         self._longest_token = _longest_token(self._core)
         self.vocab_size = int(self._core.get_vocab_size(with_added_tokens=True))
+        self.eos_token_id: int | None = self._hf.eos_token_id
         self.has_chat_template = bool(self._hf.chat_template)
 
     def check_length(self, num_characters: int, max_model_len: int) -> None:
@@ -103,6 +105,15 @@ class Tokenizer:
         full = self._render(messages, add_generation_prompt=True)
         token_ids, starts = self._encoder.encode(full)
         return Prompt(tuple(token_ids), self._boundaries(messages, full, starts))
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """A piece of text as it would be within a prompt: no special tokens around it."""
+        return tuple(self._core.encode(text, add_special_tokens=False).ids)
+
+    def definition(self) -> str:
+        """All that it is, as tokenizer.json has it, without padding and truncation."""
+        parts = json.loads(self._core.to_str())
+        return json.dumps(parts | {"padding": None, "truncation": None})
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out; incomplete characters become U+FFFD."""

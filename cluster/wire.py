@@ -8,7 +8,16 @@ from cluster.kv.layout import KVLayout
 from cluster.kv.memory import PoolResize
 from cluster.kv.sequence import GroupBlocks
 from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
-from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
+from cluster.scheduling.request import (
+    NO_RULES,
+    XTC_THRESHOLD,
+    Finish,
+    LogitRules,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    Update,
+)
 from protos.cidery.node.v1 import node_pb2
 from protos.cidery.v1 import handling_pb2, sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2
@@ -23,8 +32,8 @@ FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
 
 
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """Every field present, as node and worker expect it."""
-    return sampling_pb2.SamplingParams(
+    """Every field present that the model has a default for, as node and worker expect it."""
+    message = sampling_pb2.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
@@ -32,6 +41,17 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         seed=params.seed,
         num_top_logprobs=params.num_top_logprobs,
     )
+    if (params.xtc_probability, params.xtc_threshold) != (0.0, XTC_THRESHOLD):
+        message.xtc_probability, message.xtc_threshold = params.xtc_probability, params.xtc_threshold
+    rules = params.rules
+    if rules != NO_RULES:
+        message.frequency_penalty, message.presence_penalty = rules.frequency_penalty, rules.presence_penalty
+        message.repetition_penalty = rules.repetition_penalty
+        message.logit_bias.update(rules.logit_bias)
+        message.min_tokens = rules.min_tokens
+        message.banned_sequences.extend(sampling_pb2.TokenSequence(token_ids=ids) for ids in rules.banned_sequences)
+        message.compiled_grammar = rules.grammar
+    return message
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
@@ -43,6 +63,21 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         min_p=message.min_p,
         seed=message.seed,
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
+        xtc_probability=message.xtc_probability,
+        xtc_threshold=message.xtc_threshold if message.HasField("xtc_threshold") else XTC_THRESHOLD,
+        rules=_rules_from_proto(message) if message.HasField("repetition_penalty") else NO_RULES,
+    )
+
+
+def _rules_from_proto(message: sampling_pb2.SamplingParams) -> LogitRules:
+    return LogitRules(
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        min_tokens=message.min_tokens,
+        banned_sequences=tuple(tuple(sequence.token_ids) for sequence in message.banned_sequences),
+        grammar=message.compiled_grammar,
     )
 
 
@@ -110,6 +145,8 @@ def request_from_open(message: node_pb2.Open, eos_token_ids: Sequence[int]) -> R
 
 def update_to_proto(update: Update) -> node_pb2.Update:
     """What the Mac reports of one request after one step."""
+    if update.failure:
+        return failure_to_proto(update.request_id, InvalidRequest("grammar", update.failure))
     return node_pb2.Update(
         request_id=update.request_id,
         token_ids=update.token_ids,
@@ -199,6 +236,7 @@ def _new_sequence(new: NewSequence) -> worker_pb2.NewSequence:
         sampling=sampling_to_proto(new.sampling),
         stop_token_ids=new.stop_token_ids,
         block_tables=_groups(new.block_tables),
+        num_prompt_tokens=new.num_prompt_tokens,
     )
 
 
@@ -226,6 +264,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
                 row.token_id,
                 logprobs_from_proto(row.logprobs) if row.HasField("logprobs") else None,
                 row.stopped,
+                row.failure,
             )
             for row in message.sampled
         ),

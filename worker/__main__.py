@@ -112,11 +112,17 @@ def _answer(config: WorkerConfig) -> int:
 def _build_engine(config: WorkerConfig) -> "Engine":
     from worker import machine, models, trial
     from worker.engine import Engine
+    from worker.grammar import GrammarTable
     from worker.metal.dispatch import choose_kernels
 
     machine.prepare()
     loaded = models.load(config.model, dtype=config.dtype)
-    engine = Engine(loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes())
+    grammars = None
+    if loaded.eos_token_ids:
+        grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
+    engine = Engine(
+        loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes(), grammars=grammars
+    )
     if loaded.unreviewed:
         trial.verify(engine, loaded)
     return engine

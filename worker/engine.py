@@ -16,10 +16,12 @@ from worker import description, mixers, models
 from worker.attention import Step
 from worker.batch import Batch, Span
 from worker.errors import ProtocolError
+from worker.grammar import GrammarTable
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
 from worker.models import Layout, LoadedModel
 from worker.plan_blocks import PlanBlocks
+from worker.row_rules import make_rules, shape
 from worker.sampler import Draw, RowLogprobs
 from worker.sequences import SequenceState, TableLayout
 
@@ -27,10 +29,14 @@ from worker.sequences import SequenceState, TableLayout
 class Engine:
     """A loaded model, the KV pools and the sequences of one Run stream."""
 
-    def __init__(self, loaded: LoadedModel, kernels: Kernels, *, memory_limit_bytes: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, kernels: Kernels, *, memory_limit_bytes: int, grammars: GrammarTable | None = None
+    ) -> None:
+        """Without `grammars` no sequence may have a grammar."""
         self._loaded = loaded
         self._kernels = kernels
         self._memory_limit_bytes = memory_limit_bytes
+        self._grammars = grammars
         self._step = Step(kernels)
         self._caches = models.attach(loaded, self._step)
         self._tensors: KVTensors | None = None
@@ -122,9 +128,9 @@ class Engine:
             raise ProtocolError(f"{what}: token id {max(message.token_ids)} is not below the vocabulary's {vocab_size}")
         blocks.check_tables(message.block_tables, what)
         assert self._tables is not None
-        self._sequences[message.seq_id] = SequenceState(
-            message, layout=self._tables, root=self._root, defaults=self._loaded.sampling_defaults
-        )
+        sequence = SequenceState(message, layout=self._tables, root=self._root, defaults=self._loaded.sampling_defaults)
+        sequence.rules = make_rules(message, vocab_size, self._grammars)
+        self._sequences[message.seq_id] = sequence
 
     def _take_slices(
         self, plan: pb.StepPlan, tensors: KVTensors, blocks: PlanBlocks
@@ -166,7 +172,9 @@ class Engine:
         sampling = [slices[index][0] for index in order if slices[index][1].samples]
         if sampling:
             positions = [len(sequence.token_ids) for sequence in sampling]
-            draw = Draw(mx.concatenate(logits), [sequence.sampling for sequence in sampling], positions)
+            joined = mx.concatenate(logits) if len(logits) > 1 else logits[0]
+            shaped = shape(joined, [sequence.rules for sequence in sampling], self._grammars)
+            draw = Draw(joined, [sequence.sampling for sequence in sampling], positions, shaped)
             tensors.evaluate(*draw.outputs)
             self._report_sampled(sampling, draw, result)
         else:
@@ -213,6 +221,11 @@ class Engine:
     def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
         logprobs = draw.logprobs()
         for row, (sequence, token_id) in enumerate(zip(sampling, draw.token_ids(), strict=True)):
+            failure = sequence.failure
+            if failure:
+                sequence.has_ended = True
+                result.sampled.add(seq_id=sequence.seq_id, failure=failure)
+                continue
             stopped = sequence.append_token(token_id)
             sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
             if row in logprobs:

@@ -9,6 +9,7 @@ from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
 from worker.batch import Span
 from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
+from worker.row_rules import RowRules
 from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
 
 
@@ -38,8 +39,14 @@ class SequenceState:
         self._stop_token_ids = frozenset(message.stop_token_ids)
         if not self.token_ids:
             raise ProtocolError(f"sequence {self.seq_id} has no tokens; at least 1 is needed")
-        self.sampling = row_sampling(self.seq_id, message.sampling, defaults)
+        self.sampling = row_sampling(self.seq_id, message.sampling, defaults, message.stop_token_ids)
+        self.rules: RowRules | None = None
         self.append_blocks(message.block_tables)
+
+    @property
+    def failure(self) -> str:
+        """Why no token can be drawn; empty as long as one can."""
+        return self.rules.failure if self.rules is not None else ""
 
     def append_blocks(self, groups: Iterable[GroupBlocks]) -> None:
         """Lengthen block tables."""
@@ -65,6 +72,8 @@ class SequenceState:
         """Take a drawn token; True if it ends the sequence."""
         self.token_ids.append(token_id)
         self.has_ended = token_id in self._stop_token_ids
+        if self.rules is not None and not self.has_ended:
+            self.rules.take(token_id)
         return self.has_ended
 
     def span(self, piece: Slice) -> Span:
@@ -110,7 +119,9 @@ class SequenceState:
         return split_hashes(joined)
 
 
-def row_sampling(seq_id: int, params: SamplingParams, defaults: SamplingDefaults) -> RowSampling:
+def row_sampling(
+    seq_id: int, params: SamplingParams, defaults: SamplingDefaults, stop_token_ids: Iterable[int] = ()
+) -> RowSampling:
     """Parameters of one row, the model's defaults where the request is silent. Raises ProtocolError if out of range."""
     row = RowSampling(
         temperature=params.temperature if params.HasField("temperature") else defaults.temperature,
@@ -119,11 +130,16 @@ def row_sampling(seq_id: int, params: SamplingParams, defaults: SamplingDefaults
         min_p=params.min_p if params.HasField("min_p") else defaults.min_p,
         seed=params.seed,
         num_top_logprobs=params.num_top_logprobs if params.HasField("num_top_logprobs") else None,
+        xtc_probability=params.xtc_probability,
+        xtc_threshold=params.xtc_threshold,
+        xtc_exempt=tuple(sorted(set(stop_token_ids))) if params.xtc_probability else (),
     )
     for name, value, fits, allowed in (
         ("temperature", row.temperature, 0 <= row.temperature < float("inf"), "at least 0"),
         ("top_p", row.top_p, 0 < row.top_p <= 1, "in (0, 1]"),
         ("min_p", row.min_p, 0 <= row.min_p <= 1, "in [0, 1]"),
+        ("xtc_probability", row.xtc_probability, 0 <= row.xtc_probability <= 1, "in [0, 1]"),
+        ("xtc_threshold", row.xtc_threshold, 0 <= row.xtc_threshold <= 0.5, "in [0, 0.5]"),
         ("num_top_logprobs", row.num_top_logprobs, (row.num_top_logprobs or 0) <= MAX_TOP_LOGPROBS, "at most 20"),
     ):
         if not fits:

@@ -38,6 +38,7 @@ def answer(engine: Engine, prompt: list[int], *, max_tokens: int, sampling: Samp
     sequence = pb.NewSequence(
         seq_id=_SEQ_ID,
         token_ids=prompt,
+        num_prompt_tokens=len(prompt),
         sampling=sampling,
         stop_token_ids=engine.describe().eos_token_ids,
     )

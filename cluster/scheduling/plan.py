@@ -24,6 +24,8 @@ class NewSequence:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     block_tables: GroupBlocks
+    # Of token_ids; the rest was generated.
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One drawn token; `stopped` if it is one of the sequence's stop tokens."""
+    """One drawn token; `stopped` if it is one of the sequence's stop tokens.
+
+    `failure` not empty: there is no token, and the sequence can't go on.
+    """
 
     seq_id: int
     token_id: int
     logprobs: TokenLogprobs | None
     stopped: bool
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,26 @@ from cluster.kv.hashing import BlockHash
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What is done to a row's logits before its token is drawn; as it stands here, nothing.
+
+    `banned_sequences` are those of one token too; `grammar` is in llguidance's form, empty for none.
+    """
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
+
+
+NO_RULES = LogitRules()
+XTC_THRESHOLD = 0.1
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Resolved: no field is left to a default further down. Ranges are those of protos/cidery/v1/sampling.proto."""
 
@@ -17,6 +37,9 @@ class SamplingParams:
     seed: int = 0
     # None: no log-probabilities; k: those of the drawn token and of the k likeliest.
     num_top_logprobs: int | None = None
+    xtc_probability: float = 0.0
+    xtc_threshold: float = XTC_THRESHOLD
+    rules: LogitRules = NO_RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +97,5 @@ class Update:
     num_cached_tokens: int
     # From arrival to the first plan that ran it.
     queue_s: float
+    # Not empty: why it can't go on; nothing else of it will come.
+    failure: str = ""

@@ -377,6 +377,11 @@ class Scheduler:
 
     def _accept(self, live: LiveRequest, sampled: Sampled) -> Update:
         """Append a token. Valid for a preempted request too: the step ran while the blocks were still its own."""
+        assert live.queue_s is not None
+        if sampled.failure:
+            self._drop(live, is_settled=True)
+            failed = live.request.request_id, (), (), Finish.ABORTED
+            return Update(*failed, live.num_cached_tokens, live.queue_s, sampled.failure)
         live.token_ids.append(sampled.token_id)
         finish: Finish | None = None
         if sampled.stopped:
@@ -386,7 +391,6 @@ class Scheduler:
         if finish is not None:
             # A row in flight after a stop token will be skipped.
             self._drop(live, is_settled=True)
-        assert live.queue_s is not None
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         return Update(
             live.request.request_id, (sampled.token_id,), logprobs, finish, live.num_cached_tokens, live.queue_s

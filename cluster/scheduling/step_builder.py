@@ -67,6 +67,7 @@ class StepBuilder:
                 sampling=request.sampling,
                 stop_token_ids=request.stop_token_ids,
                 block_tables=started.tables,
+                num_prompt_tokens=request.num_prompt_tokens,
             )
         )
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequest
+from cluster.grammars import Grammar, json_schema
 from cluster.handling import Handling
 from cluster.openai_requests import parse_body, parse_common, parse_messages, parse_prompt
 
@@ -16,6 +17,8 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = ["model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "n"]
+FIELDS += ["logit_bias", "response_format", "structured_outputs", "guided_json", "guided_choice", "bad_words"]
+FIELDS += ["frequency_penalty", "min_tokens", "banned_token_ids", "xtc_probability", "repetition_penalty"]
 FIELDS += ["max_completion_tokens", "stream", "stream_options", "logprobs", "top_logprobs", "stop_token_ids", "tools"]
 
 
@@ -43,13 +46,9 @@ def test_any_bytes_are_an_object_or_refused(data):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("logit_bias", {"5": 1}),
+        ("best_of", 2),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
         ("suffix", "tail"),
         ("echo", True),
     ],
@@ -60,7 +59,7 @@ def test_what_would_change_the_answer_is_refused(field, value):
 
 
 def test_the_same_fields_are_fine_where_they_mean_nothing():
-    body = {"n": 1, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}}
+    body = {"n": 1, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "bad_words": []}
     extended = body | {"user": "someone", "unknown": 1}
     assert parse_common(extended, is_chat=True) == parse_common({}, is_chat=True)
 
@@ -86,6 +85,16 @@ def test_all_of_a_request_is_understood():
         "priority": -3,
         "retention_priority": 2,
         "pin_s": 60,
+        "n": 3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"7": -100, "8": 2.5},
+        "min_tokens": 4,
+        "banned_token_ids": [9],
+        "bad_words": ["no"],
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
     }
     common = parse_common(parse_body(json.dumps(body).encode()), is_chat=True)
     sampling = common.sampling
@@ -94,6 +103,82 @@ def test_all_of_a_request_is_understood():
     assert (sampling.seed, sampling.max_tokens, sampling.stop, sampling.stop_token_ids) == (9, 6, ("x",), (3,))
     assert (sampling.ignore_eos, sampling.num_top_logprobs) == (True, 2)
     assert common.handling == Handling("research", -3, 2, 60.0)
+    assert common.num_answers == 3
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.1)
+    assert (sampling.logit_bias, sampling.min_tokens) == (((7, -100.0), (8, 2.5)), 4)
+    assert (sampling.banned_token_ids, sampling.bad_words) == ((9,), ("no",))
+    assert (sampling.xtc_probability, sampling.xtc_threshold, sampling.grammar) == (0.5, 0.2, None)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+GRAMMARS = {
+    "response_format": ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "json_schema.schema"),
+    "structured_outputs": ({"json": SCHEMA}, "json"),
+    "guided_json": (SCHEMA, ""),
+}
+
+
+@pytest.mark.parametrize("field", GRAMMARS)
+def test_a_schema_is_the_same_grammar_wherever_it_is(field):
+    value, path = GRAMMARS[field]
+    grammar = parse_common({field: value}, is_chat=True).sampling.grammar
+    assert grammar == Grammar(f"{field}.{path}".rstrip("."), json_schema("", SCHEMA).source)
+    text = parse_common({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_chat=True).sampling.grammar
+    assert text.source == grammar.source
+
+
+@pytest.mark.parametrize("prefix", ["guided_", ""])
+def test_the_other_kinds_of_grammar(prefix):
+    for name, value in (("regex", "a+"), ("choice", ["a", "b"]), ("grammar", 'start: "a"'), ("json_object", True)):
+        body = {f"guided_{name}": value} if prefix else {"structured_outputs": {name: value}}
+        grammar = parse_common(body, is_chat=False).sampling.grammar
+        assert grammar.field == (f"guided_{name}" if prefix else f"structured_outputs.{name}")
+        assert grammar.source
+    assert parse_common({"response_format": {"type": "json_object"}}, is_chat=True).sampling.grammar is not None
+    assert parse_common({"guided_json_object": False}, is_chat=True).sampling.grammar is None
+
+
+BAD_GRAMMARS = {
+    "response_format: must be an object": {"response_format": "json"},
+    "response_format.type: must be text, json_object or json_schema": {"response_format": {"type": "xml"}},
+    "response_format.json_schema.schema: is missing": {"response_format": {"type": "json_schema"}},
+    "response_format.json_schema.schema: must be a JSON schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}
+    },
+    "structured_outputs: must have exactly one of json, .* got none": {"structured_outputs": {}},
+    "structured_outputs: must have exactly one of json, .* got regex, choice": {
+        "structured_outputs": {"regex": "a", "choice": ["b"]}
+    },
+    "structured_outputs: must have exactly one of json, .* got structural_tag": {
+        "structured_outputs": {"structural_tag": "{}"}
+    },
+    "structured_outputs.json: is not JSON": {"structured_outputs": {"json": "{"}},
+    "guided_json: is nested too deeply": {"guided_json": "[" * 100_000},
+    "guided_regex: can't be combined with response_format": {
+        "response_format": {"type": "json_object"},
+        "guided_regex": "a",
+    },
+    "guided_regex: must be a string, got a number": {"guided_regex": 5},
+    "guided_regex: is empty": {"guided_regex": ""},
+    "guided_regex: may have at most 262144 characters, got 262145": {"guided_regex": "a" * 262_145},
+    "guided_regex: is not valid Unicode": {"guided_regex": "\ud800"},
+    "guided_choice: must have from 1 to 1024 texts, got 0": {"guided_choice": []},
+    r"guided_choice\[1\]: is empty": {"guided_choice": ["a", ""]},
+    "guided_choice: must be a list of strings": {"guided_choice": ["a", 1]},
+    "guided_json_object: must be true or false": {"guided_json_object": "yes"},
+    "logit_bias: keys must be token ids, got '-1'": {"logit_bias": {"-1": 1}},
+    "logit_bias.5: must be a number, got null": {"logit_bias": {"5": None}},
+    "bad_words: must be a list of strings": {"bad_words": [1]},
+    "banned_token_ids: must be a list of token ids": {"banned_token_ids": [1.5]},
+    "n: must be from 1 to 16, got 17": {"n": 17},
+    "n: must be from 1 to 16, got 0": {"n": 0},
+}
+
+
+@pytest.mark.parametrize("message", BAD_GRAMMARS)
+def test_what_is_wrong_is_said(message):
+    with pytest.raises(InvalidRequest, match=message):
+        parse_common(BAD_GRAMMARS[message], is_chat=True)
 
 
 def test_content_parts_are_joined_and_other_parts_refused():

@@ -1,6 +1,7 @@
 """What goes over the node protocol comes out as it went in."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from cluster.kv.memory import PoolResize
 from cluster.kv.planner import plan_layout
 from cluster.kv.spec import FullAttentionSpec, RecurrentStateSpec, StateTensor
 from cluster.scheduling.plan import StepPlan
-from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
+from cluster.scheduling.request import NO_RULES, Finish, LogitRules, Request, SamplingParams, TokenLogprobs, Update
 from protos.cidery.node.v1 import node_pb2
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple)
@@ -29,6 +30,25 @@ SAMPLING = st.builds(
     min_p=FLOATS,
     seed=st.integers(0, 2**64 - 1),
     num_top_logprobs=st.none() | st.integers(0, 20),
+)
+SAMPLING = st.builds(
+    replace,
+    SAMPLING,
+    xtc_probability=FLOATS,
+    xtc_threshold=FLOATS,
+    rules=st.just(NO_RULES)
+    | st.builds(
+        LogitRules,
+        frequency_penalty=FLOATS,
+        presence_penalty=FLOATS,
+        repetition_penalty=FLOATS,
+        logit_bias=st.dictionaries(st.integers(0, 2**32 - 1), FLOATS, max_size=3).map(
+            lambda biases: tuple(sorted(biases.items()))
+        ),
+        min_tokens=st.integers(0, 2**31 - 1),
+        banned_sequences=st.lists(TOKENS, max_size=3).map(tuple),
+        grammar=st.text(max_size=20),
+    ),
 )
 LOGPROBS = st.builds(
     TokenLogprobs,
@@ -86,6 +106,14 @@ def test_the_models_end_tokens_join_the_clients_unless_ignored():
 def test_an_update_arrives_as_it_was_sent(update):
     message = node_pb2.Update.FromString(wire.update_to_proto(update).SerializeToString())
     assert wire.update_from_proto(message) == update
+
+
+def test_a_failure_of_the_row_becomes_the_requests():
+    update = Update("r", (), (), Finish.ABORTED, 0, 0.0, failure="too complex")
+    message = node_pb2.Update.FromString(wire.update_to_proto(update).SerializeToString())
+    error = wire.failure_from_proto(message.failure)
+    assert isinstance(error, InvalidRequest)
+    assert "too complex" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLog
 from cluster.scheduling.scheduler import Scheduler
 from worker import models
 from worker.engine import Engine
+from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
 
 BLOCK_SIZE = 16
@@ -48,9 +49,10 @@ class InProcessMac:
         max_plans_in_flight: int = 2,
         max_model_len: int = MAX_MODEL_LEN,
         kernels: Kernels | None = None,
+        grammars: GrammarTable | None = None,
     ) -> None:
         kernels = kernels or twin_kernels()
-        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30)
+        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30, grammars=grammars)
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),
@@ -79,15 +81,19 @@ class InProcessMac:
         self.num_resizes = 0
         self.num_copies = 0
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, **sampling) -> Answer:
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens: int, *, generated=(), stop_token_ids=(), **sampling
+    ) -> Answer:
+        """`generated` is what another Mac made of it before."""
+        tokens = (*prompt, *generated)
         request = Request(
             request_id=request_id,
-            token_ids=tuple(prompt),
+            token_ids=tokens,
             num_prompt_tokens=len(prompt),
-            block_hashes=tuple(hash_blocks(self.root, prompt, BLOCK_SIZE)),
+            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE)),
             max_tokens=max_tokens,
             sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
-            stop_token_ids=(),
+            stop_token_ids=tuple(stop_token_ids),
         )
         self.answers[request_id] = Answer(request)
         self.scheduler.add(request, self.now_s)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cluster.scheduling.request import LogitRules
 from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
 from tests.golden.in_process import InProcessMac
@@ -65,3 +66,34 @@ def test_pools_stay_where_they_are_and_no_step_needs_another_one(case):
     scenario.run(mac, prompts, scenario.follow_ups(prompts, VOCAB_SIZE))
     assert mac.num_copies > 0
     assert mac.num_resizes == 0
+
+
+class AnyTable:
+    """A grammar table that allows everything: what matters here is that a step is evaluated in two parts."""
+
+    class State:
+        failure = ""
+
+        def take(self, token_id):
+            pass
+
+    def begin(self, grammar, answer):
+        return self.State()
+
+    def masks(self, states):
+        return np.full((len(states), -(-VOCAB_SIZE // 32)), -1, np.int32)
+
+
+class HeldMac(WatchedMac):
+    def add(self, request_id, prompt, max_tokens, **fields):
+        return super().add(request_id, prompt, max_tokens, rules=LogitRules(grammar="any"), **fields)
+
+
+@pytest.mark.parametrize("case", ["gemma3_text", "qwen3_next"])
+def test_nor_does_one_whose_masks_are_computed_while_it_runs(case):
+    model = make_model(case)
+    prompts = scenario.prompts_of(VOCAB_SIZE)
+    mac = HeldMac(model, config_of(case), kv_budget_bytes=1 << 28, grammars=AnyTable())
+    mac.watch()
+    scenario.run(mac, prompts, scenario.follow_ups(prompts, VOCAB_SIZE))
+    assert mac.num_copies > 0

@@ -40,6 +40,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stopped: bool = False
+    failure: str = ""
     seq_id: int | None = None
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -114,6 +115,9 @@ class Driver:
             by_id[piece.seq_id].num_computed += piece.num_tokens
         for sampled in result.sampled:
             request = by_id[sampled.seq_id]
+            if sampled.failure:
+                request.failure, request.stopped = sampled.failure, True
+                continue
             request.generated.append(sampled.token_id)
             request.stopped = sampled.stopped
             if sampled.HasField("logprobs"):
@@ -142,6 +146,7 @@ class Driver:
         plan.new_sequences.add(
             seq_id=request.seq_id,
             token_ids=request.tokens,
+            num_prompt_tokens=len(request.prompt),
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
             block_hashes=join_hashes(hashes[: len(hashes) // 2]),

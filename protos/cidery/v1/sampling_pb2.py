@@ -24,19 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/cidery/v1/sampling.proto\x12\tcidery.v1\"\xc6\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x1d\n\x10num_top_logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x13\n\x11_num_top_logprobs\"r\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.cidery.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0c\n\x04utf8\x18\x05 \x01(\x0c\"K\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0c\n\x04utf8\x18\x04 \x01(\x0c*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/cidery/v1/sampling.proto\x12\tcidery.v1\"\x80\x07\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x1d\n\x10num_top_logprobs\x18\n \x01(\rH\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12<\n\nlogit_bias\x18\x0e \x03(\x0b\x32(.cidery.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0f \x01(\x05H\n\x88\x01\x01\x12\x18\n\x10\x62\x61nned_token_ids\x18\x10 \x03(\r\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x1c\n\x0fxtc_probability\x18\x12 \x01(\x02H\x0b\x88\x01\x01\x12\x1a\n\rxtc_threshold\x18\x13 \x01(\x02H\x0c\x88\x01\x01\x12#\n\x07grammar\x18\x14 \x01(\x0b\x32\x12.cidery.v1.Grammar\x12\x32\n\x10\x62\x61nned_sequences\x18\x15 \x03(\x0b\x32\x18.cidery.v1.TokenSequence\x12\x18\n\x10\x63ompiled_grammar\x18\x16 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x13\n\x11_num_top_logprobsB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x12\n\x10_xtc_probabilityB\x10\n\x0e_xtc_threshold\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x85\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.cidery.v1.ChoiceH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"r\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.cidery.v1.TopLogprob\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0c\n\x04utf8\x18\x05 \x01(\x0c\"K\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0c\n\x04utf8\x18\x04 \x01(\x0c*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cidery.v1.sampling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=568
-  _globals['_FINISHREASON']._serialized_end=690
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1335
+  _globals['_FINISHREASON']._serialized_end=1457
   _globals['_SAMPLINGPARAMS']._serialized_start=47
-  _globals['_SAMPLINGPARAMS']._serialized_end=373
-  _globals['_TOKENLOGPROBS']._serialized_start=375
-  _globals['_TOKENLOGPROBS']._serialized_end=489
-  _globals['_TOPLOGPROB']._serialized_start=491
-  _globals['_TOPLOGPROB']._serialized_end=566
+  _globals['_SAMPLINGPARAMS']._serialized_end=943
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=685
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=733
+  _globals['_TOKENSEQUENCE']._serialized_start=945
+  _globals['_TOKENSEQUENCE']._serialized_end=979
+  _globals['_GRAMMAR']._serialized_start=982
+  _globals['_GRAMMAR']._serialized_end=1115
+  _globals['_CHOICE']._serialized_start=1117
+  _globals['_CHOICE']._serialized_end=1140
+  _globals['_TOKENLOGPROBS']._serialized_start=1142
+  _globals['_TOKENLOGPROBS']._serialized_end=1256
+  _globals['_TOPLOGPROB']._serialized_start=1258
+  _globals['_TOPLOGPROB']._serialized_end=1333
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.scheduling.errors import DuplicateRequest, QueueFull
+from cluster.scheduling.plan import StepResult
 from cluster.scheduling.request import Finish
 from cluster.scheduling.stats import SchedulerStats
 from tests.cluster.scheduling.fake_worker import undisturbed
@@ -112,6 +113,20 @@ class TestOneRequest:
         assert rig.results[0].skipped_seq_ids == (1,)
         assert rig.apply() == []
         assert rig.finished["a"] is Finish.STOP
+
+    def test_a_row_without_a_token_ends_it_with_the_reason(self):
+        rig = Rig()
+        rig.add(request_of("a", (1, 2, 3), 9))
+        rig.add(request_of("b", (4, 5, 6), 3))
+        rig.schedule()
+        first, second = rig.results.popleft().sampled
+        result = StepResult(1, sampled=(replace(first, token_id=0, failure="too complex"), second))
+        failed, fine = rig.scheduler.apply(result)
+        assert (failed.request_id, failed.token_ids, failed.finish) == ("a", (), Finish.ABORTED)
+        assert failed.failure == "too complex"
+        assert (fine.request_id, len(fine.token_ids), fine.failure) == ("b", 1, "")
+        assert rig.scheduler.num_running == 1
+        rig.scheduler.check()
 
     def test_its_queue_time_ends_with_the_first_plan_that_runs_it(self):
         rig = Rig()

@@ -110,20 +110,22 @@ class GroupBlocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("seq_id", "token_ids", "block_hashes", "sampling", "stop_token_ids", "block_tables")
+    __slots__ = ("seq_id", "token_ids", "block_hashes", "sampling", "stop_token_ids", "block_tables", "num_prompt_tokens")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hashes: bytes
     sampling: _sampling_pb2.SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_tables: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
-    def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_tables: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
+    num_prompt_tokens: int
+    def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_tables: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Slice(_message.Message):
     __slots__ = ("seq_id", "start", "num_tokens", "samples", "new_blocks")
@@ -225,16 +227,18 @@ class Configured(_message.Message):
     def __init__(self, kv_bytes: _Optional[int] = ...) -> None: ...
 
 class Sampled(_message.Message):
-    __slots__ = ("seq_id", "token_id", "logprobs", "stopped")
+    __slots__ = ("seq_id", "token_id", "logprobs", "stopped", "failure")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     token_id: int
     logprobs: _sampling_pb2.TokenLogprobs
     stopped: bool
-    def __init__(self, seq_id: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ..., stopped: _Optional[bool] = ...) -> None: ...
+    failure: str
+    def __init__(self, seq_id: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ..., stopped: _Optional[bool] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class FilledBlock(_message.Message):
     __slots__ = ("seq_id", "block_index", "block_hash")
