@@ -50,7 +50,7 @@ def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | Non
         metal_kernel = mx.fast.metal_kernel
     unsupported = sorted({layer.head_dim for layer in layers if not PagedDecode.supports(layer.head_dim)})
     if unsupported:
-        logger.info("metal kernels off: head_dim %s is not a multiple of 32 up to 256", unsupported)
+        logger.info("metal kernels off: head_dim %s is not a multiple of 4 up to 512", unsupported)
         return twin_kernels()
     decode = PagedDecode(metal_kernel)
     failure = self_test.run(decode, WriteKV(metal_kernel), layers)

@@ -17,6 +17,7 @@ class MetalKernel(Protocol):
         input_names: list[str],
         output_names: list[str],
         source: str,
+        header: str = "",
         ensure_row_contiguous: bool = True,
     ) -> Any:
         """A callable that launches the kernel."""
