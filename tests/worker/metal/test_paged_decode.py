@@ -1,0 +1,194 @@
+"""Decode attention, kernels and twins: every variant against float64, under two schedules of the harness."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.msl_host.arrays import SparsePool
+from tests.msl_host.host import MslHost
+from tests.msl_host.require import require_toolchain
+from tests.worker.metal.decode_data import TOLERANCE, Case, Packed, attend, bits_of, error_of, make, reference
+from worker.metal import decode_twins
+from worker.metal.decode_plan import plan_decode, seen_ranges
+from worker.metal.paged_decode import PagedDecode
+
+_SEEDS = (0, 20261)
+F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+# By pairs of axes: head size, block size, heads a KV head, type, window, chunk, cap, sinks, bits.
+_CASES = [
+    Case("one token", (1,), 2, 1, 64, dtype=F32),
+    Case("ragged, shared block", (1, 16, 37, 129), 2, 4, 64, block_size=16, dtype=BF16),
+    Case("exact blocks", (32, 64), 1, 2, 64, block_size=32, dtype=F16),
+    Case("sinks, window", (150, 9), 1, 8, 64, window=100, has_sinks=True, dtype=F16),
+    Case("sinks of few heads", (20,), 1, 3, 64, has_sinks=True, dtype=F32),
+    Case("window below a block", (150, 3, 64), 2, 5, 80, window=5, block_size=32, dtype=F32),
+    Case("lanes without elements", (21,), 1, 7, 80, dtype=BF16),
+    Case("odd ratio", (90, 17), 3, 3, 96, window=1000, dtype=F16),
+    Case("chunk", (100, 64, 65, 1), 1, 4, 96, chunk=64, block_size=32, dtype=BF16),
+    Case("soft cap", (40, 41), 1, 6, 112, softcap=1.5, dtype=F32),
+    Case("soft cap, window, sinks", (70,), 2, 2, 112, softcap=2.0, window=33, has_sinks=True, dtype=BF16),
+    Case("eight heads", (300, 33), 1, 8, 128, block_size=32, dtype=F16),
+    Case("no sharing", (65, 2), 3, 1, 128, window=16, dtype=BF16),
+    Case("chunk larger than all", (50,), 2, 4, 128, chunk=8192, softcap=3.0, dtype=F32),
+    Case("many partitions", (700,), 1, 2, 128, dtype=F16),
+    Case("192", (77, 30), 1, 4, 192, block_size=32, dtype=F16),
+    Case("keys and values unlike", (45,), 2, 2, 192, 128, dtype=BF16),
+    Case("256", (66,), 2, 2, 256, window=40, dtype=BF16),
+    Case("512", (35, 7), 1, 2, 512, block_size=32, dtype=F16),
+    Case("staged 64", (97, 5), 1, 16, 64, has_sinks=True, dtype=F16),
+    Case("staged 128, odd", (140, 1), 1, 17, 128, window=37, block_size=32, dtype=BF16),
+    Case("staged 128 f32", (40,), 2, 12, 128, chunk=24, dtype=F32),
+    Case("staged 256", (67, 12), 1, 8, 256, softcap=2.0, dtype=F16),
+    Case("staged 512", (36,), 1, 8, 512, window=20, dtype=F32),
+    Case("staged 192", (34, 50), 1, 6, 192, dtype=F32),
+    Case("more heads than a threadgroup", (20,), 1, 71, 64, dtype=F16),
+    Case("8 bits, group 64", (130, 1), 2, 4, 128, bits=8, group=64, dtype=F16),
+    Case("8 bits, group 32, window", (70, 9), 1, 8, 64, bits=8, group=32, window=21, block_size=32, dtype=BF16),
+    Case("4 bits, group 32", (90,), 3, 2, 96, bits=4, group=32, has_sinks=True, dtype=F32),
+    Case("4 bits, group 64", (33, 48), 1, 5, 64, bits=4, group=64, chunk=32, dtype=F16),
+    Case("4 bits, staged", (50, 18), 1, 8, 256, bits=4, group=64, block_size=32, dtype=BF16),
+    Case("8 bits, staged, cap", (37,), 1, 16, 128, bits=8, group=32, softcap=2.0, dtype=F32),
+    Case("latent", (100, 31), 1, 16, 576, 512, is_latent=True, dtype=F16),
+    Case("latent, few heads", (1, 40), 1, 3, 576, 512, is_latent=True, block_size=32, dtype=F32),
+    Case("latent, many heads", (18,), 1, 20, 576, 512, is_latent=True, dtype=BF16),
+    Case("small latent", (70,), 1, 10, 288, 256, is_latent=True, dtype=F16),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    require_toolchain()
+    host = MslHost()
+    with host.compiling_ahead():
+        for case in _CASES:
+            attend(PagedDecode(host), make(case))
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_each_row_attends_to_exactly_what_it_sees(case):
+    data = make(case)
+    host = MslHost(seeds=_SEEDS)
+    assert error_of(attend(PagedDecode(host), data), data) < TOLERANCE[case.dtype]
+    assert max(record.threadgroup_memory for record in host.records) <= 16 * 1024
+    assert max(np.prod(record.threadgroup) for record in host.records) <= 256
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_twin_attends_to_exactly_what_a_row_sees(case):
+    data = make(case)
+    assert error_of(attend(decode_twins, data), data) < TOLERANCE[case.dtype]
+
+
+def test_a_row_has_the_same_bits_beside_any_other():
+    """As long as partitions are as long: here they are."""
+    case = Case("beside", (130, 20, 1), 2, 4, 64)
+    data = make(case)
+    together = attend(PagedDecode(MslHost()), data)
+    for row in range(3):
+        plan = plan_decode(data.table[row : row + 1], data.ranges[row : row + 1], 2)
+        decode = PagedDecode(MslHost())
+        alone = decode.attend(data.queries[row : row + 1], data.keys, data.values, plan, 2, 0.3)
+        assert np.array_equal(bits_of(alone), bits_of(together[row : row + 1]))
+
+
+def test_a_row_that_sees_nothing_gives_zeros():
+    data = make(Case("nothing", (20, 20), 1, 2, 64, dtype=F32))
+    ranges = np.array([[0, 20], [0, 0]], np.int32)
+    for decode in (PagedDecode(MslHost()), decode_twins):
+        plan = plan_decode(data.table, ranges, 1)
+        out = np.array(decode.attend(data.queries, data.keys, data.values, plan, 1, 0.3))
+        assert np.abs(out[:1] - reference(data)[:1]).max() < 4e-6
+        assert not out[1].any()
+    plan = plan_decode(data.table, np.zeros((2, 2), np.int32), 1)
+    assert not np.array(PagedDecode(MslHost()).attend(data.queries, data.keys, data.values, plan, 1, 0.3)).any()
+
+
+class _FarPools:
+    """The harness with the pools moved to far block ids: `shift` blocks on, in arrays of more than 2^31 elements."""
+
+    def __init__(self, host, shift):
+        self._host, self._shift = host, shift
+
+    def __call__(self, **kernel):
+        launch, names = self._host(**kernel), kernel["input_names"]
+
+        def call(*, inputs, **rest):
+            return launch(inputs=[self._far(*pair) for pair in zip(names, inputs, strict=True)], **rest)
+
+        return call
+
+    def _far(self, name, value):
+        if not name.startswith(("key_", "value_")):
+            return value
+        rows = {self._shift + block: value[block] for block in range(value.shape[0])}
+        return SparsePool((self._shift + value.shape[0] + 1, *value.shape[1:]), value.dtype, rows)
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("shared", [2, 8])
+def test_offsets_of_large_pools(shared, bits):
+    case = Case("far", (40,), 2, shared, 256, bits=bits, group=64)
+    data = make(case)
+    shift = 2**31 // (2 * 16 * 256) * 5
+    data.table[data.table < 1 << 30] += shift
+    ours = attend(PagedDecode(_FarPools(MslHost(), shift)), data)
+    data.table[data.table < 1 << 30] -= shift
+    assert error_of(ours, data) < TOLERANCE[F16]
+
+
+def test_called_with_a_group_it_plans_once_for_alike_layers(monkeypatch):
+    from worker.batch import DecodeGroup
+    from worker.metal import paged_decode
+
+    planned = []
+    monkeypatch.setattr(paged_decode, "plan_decode", lambda *arguments: planned.append(1) or plan_decode(*arguments))
+    case = Case("group", (40, 20), 2, 2, 64, window=16, dtype=F32)
+    data = make(case)
+    decode = PagedDecode(MslHost())
+    group = DecodeGroup(0, 2, data.table, data.lens, None)
+    for _ in range(2):
+        ours = decode(data.queries, data.keys, data.values, group, 2, 0.3, window=16)
+        assert error_of(ours, data) < TOLERANCE[F32]
+    full = decode(data.queries, data.keys, data.values, dataclasses.replace(group, first=0), 2, 0.3, window=24)
+    assert len(planned) == 2
+    twin = decode_twins.paged_decode(data.queries, data.keys, data.values, group, 2, 0.3, window=16)
+    assert error_of(twin, data) < TOLERANCE[F32]
+    assert full.shape == data.queries.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": (2, 4, 1, 32)}, "of 32 do not fit keys"),
+        ({"queries": (1, 4, 1, 64)}, "a multiple of 2"),
+        ({"queries": (2, 3, 1, 64)}, "a multiple of 2"),
+        ({"values": (4, 2, 32, 64)}, "all but the last axis"),
+        ({"keys": (4, 1, 16, 64), "values": (4, 1, 16, 64)}, "1 KV heads, not 2"),
+        ({"keys": (4, 2, 8, 64), "values": (4, 2, 8, 64)}, "blocks of 8 tokens"),
+        ({"values": (4, 2, 16, 66)}, "multiples of 4"),
+        ({"sinks": (3,)}, "sinks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    shapes = {"queries": (2, 4, 1, 64), "keys": (4, 2, 16, 64), "values": (4, 2, 16, 64), "sinks": (4,)} | change
+    arrays = {name: mx.zeros(shape) for name, shape in shapes.items()}
+    plan = plan_decode(np.zeros((2, 1), np.int32), seen_ranges([3, 4]), 2)
+    with pytest.raises(ValueError, match=message):
+        PagedDecode(MslHost()).attend(
+            arrays["queries"], arrays["keys"], arrays["values"], plan, 2, 0.3, sinks=arrays["sinks"]
+        )
+
+
+def test_other_formats_are_refused():
+    plan = plan_decode(np.zeros((1, 1), np.int32), seen_ranges([3]), 2)
+    zeros, queries = mx.zeros((4, 2, 16, 64)), mx.zeros((1, 4, 1, 64))
+    packed = Packed(mx.zeros((4, 2, 16, 6), mx.uint32), mx.zeros((4, 2, 16, 1)), mx.zeros((4, 2, 16, 1)), 3, 64)
+    decode = PagedDecode(MslHost())
+    with pytest.raises(ValueError, match="3 bits"):
+        decode.attend(queries, packed, packed, plan, 2, 0.3)
+    with pytest.raises(ValueError, match="all but the last axis"):
+        decode.attend(queries, zeros, packed, plan, 2, 0.3)
+    with pytest.raises(ValueError, match="float16"):
+        decode.attend(queries.astype(F16), zeros, zeros, plan, 2, 0.3)
