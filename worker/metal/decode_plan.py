@@ -7,11 +7,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-# A shorter partition costs more to merge than it gains; a longer one makes the last ones of a launch run alone.
-_MIN_PARTITION_TOKENS = 64
+# Half of what is read again as partial results at 8 heads a KV head; MLX goes down to 16 tokens. A longer partition
+# than the longest makes the last ones of a launch run alone. Neither is measured on a GPU by us.
+_MIN_PARTITION_TOKENS = 32
 _MAX_PARTITION_TOKENS = 1024
-# Partitions, times KV heads, that keep a large GPU busy.
-_WANTED_ITEMS = 1024
+# Simdgroups that keep a large GPU busy.
+_WANTED_SIMDGROUPS = 1024
 # Below this many elements an input sits in another address space, which would be one more kernel to compile.
 _MIN_INPUT_ELEMENTS = 8
 _SPEC_VERIFY_WINDOW = "CIDERY_SPEC_VERIFY_WINDOW"
@@ -63,11 +64,13 @@ def plan_decode(
     num_kv_heads: int,
     *,
     rows_per_sequence: int = 1,
+    simdgroups_per_item: int = 1,
 ) -> DecodePlan:
     """Cut the work of a step. Shapes: `block_tables [num_sequences, max_blocks]`, `ranges` as of `seen_ranges`.
 
     The partition's length depends on the rows alone, not on `rows_per_sequence`: so do the bits of the result. Only
-    tables within the ranges are ever read. Raises ValueError for shapes that do not fit. O(rows + items).
+    table entries within the ranges are ever read. `simdgroups_per_item`: of `simdgroups_for`; more make longer
+    partitions. Raises ValueError for shapes that do not fit. O(rows + items).
     """
     num_rows = len(ranges)
     if len(block_tables) * rows_per_sequence != num_rows or not num_rows:
@@ -75,7 +78,8 @@ def plan_decode(
             f"{num_rows} ranges for {len(block_tables)} block tables of {rows_per_sequence} rows: one a row is needed"
         )
     tokens = int((ranges[:, 1].astype(np.int64) - ranges[:, 0]).sum()) * num_kv_heads
-    steps = -(-tokens // (_WANTED_ITEMS * _MIN_PARTITION_TOKENS))
+    wanted_items = max(_WANTED_SIMDGROUPS // simdgroups_per_item, 1)
+    steps = -(-tokens // (wanted_items * _MIN_PARTITION_TOKENS))
     partition = min(max(steps, 1) * _MIN_PARTITION_TOKENS, _MAX_PARTITION_TOKENS)
     grouped = ranges.reshape(-1, rows_per_sequence, 2)
     begins, ends = grouped[:, :, 0].min(axis=1), grouped[:, :, 1].max(axis=1)
@@ -103,14 +107,21 @@ def plan_verify(
     *,
     rows_per_sequence: int,
     shares_loads: bool,
+    simdgroups_per_item: int = 1,
 ) -> DecodePlan:
     """The plan of a speculative verify step: each sequence has `rows_per_sequence` rows, whose KV is written already.
 
     `shares_loads`: they share each load of K and V; else each is a row with a block table of its own. Same bits.
     """
-    if shares_loads:
-        return plan_decode(block_tables, ranges, num_kv_heads, rows_per_sequence=rows_per_sequence)
-    return plan_decode(np.repeat(block_tables, rows_per_sequence, axis=0), ranges, num_kv_heads)
+    if not shares_loads:
+        block_tables, rows_per_sequence = np.repeat(block_tables, rows_per_sequence, axis=0), 1
+    return plan_decode(
+        block_tables,
+        ranges,
+        num_kv_heads,
+        rows_per_sequence=rows_per_sequence,
+        simdgroups_per_item=simdgroups_per_item,
+    )
 
 
 def verify_shares_loads(head_dim: int, *, is_latent: bool = False, has_recurrent_layers: bool = False) -> bool:

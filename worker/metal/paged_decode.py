@@ -48,7 +48,7 @@ class Launch:
 
 def choose_launch(num_shared_heads: int, head_dim: int, value_dim: int, itemsize: int, *, is_latent: bool) -> Launch:
     """For so many query heads a KV head, of all rows together. `is_latent`: values are the front of the keys."""
-    most = max(1, min(_MAX_HEADS, _MAX_OUTPUT_REGISTERS // lane_elements(value_dim)[1]))
+    most = min(_MAX_HEADS, _MAX_OUTPUT_REGISTERS // lane_elements(value_dim)[1])
     if num_shared_heads <= most and not is_latent:
         return Launch(num_shared_heads, _DIRECT_SIMDGROUPS, 1, 0)
     num_splits = -(-num_shared_heads // (most * _MAX_SIMDGROUPS))
@@ -59,6 +59,12 @@ def choose_launch(num_shared_heads: int, head_dim: int, value_dim: int, itemsize
     while staged_tokens > 4 and staged_tokens * token_bytes > _MAX_STAGED_BYTES:
         staged_tokens //= 2
     return Launch(num_heads, num_simdgroups, num_splits, staged_tokens)
+
+
+def simdgroups_for(num_shared_heads: int, value_dim: int) -> int:
+    """Simdgroups that one partition keeps busy, for `num_shared_heads` query heads a KV head of a single row."""
+    most = min(_MAX_HEADS, _MAX_OUTPUT_REGISTERS // lane_elements(value_dim)[1])
+    return -(-num_shared_heads // most)
 
 
 def lane_elements(dim: int) -> tuple[int, int]:
@@ -75,7 +81,7 @@ class PagedDecode:
         self._metal_kernel = metal_kernel
         self._kernels: dict[str, Any] = {}
         self._constants: dict[tuple[mx.Dtype, tuple[float, ...]], mx.array] = {}
-        self._planned: tuple[DecodeGroup, dict[tuple[int, int, int], DecodePlan]] | None = None
+        self._planned: tuple[DecodeGroup, dict[tuple[int, ...], DecodePlan]] | None = None
 
     @staticmethod
     def supports(head_dim: int, value_dim: int | None = None) -> bool:
@@ -105,10 +111,11 @@ class PagedDecode:
         """
         if self._planned is None or self._planned[0] is not group:
             self._planned = group, {}
-        plans, key = self._planned[1], (num_kv_heads, window, chunk)
+        plans, key = self._planned[1], (num_kv_heads, queries.shape[1], head_dim_of(value_pool), window, chunk)
         if key not in plans:
             ranges = seen_ranges(group.context_lens, window=window, chunk=chunk)
-            plans[key] = plan_decode(group.block_tables, ranges, num_kv_heads)
+            simdgroups = simdgroups_for(queries.shape[1] // num_kv_heads, head_dim_of(value_pool))
+            plans[key] = plan_decode(group.block_tables, ranges, num_kv_heads, simdgroups_per_item=simdgroups)
         return self.attend(
             queries, key_pool, value_pool, plans[key], num_kv_heads, scale, softcap=softcap, sinks=sinks, after=after
         )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.metal.decode_plan import plan_decode, seen_ranges
-from worker.metal.paged_decode import choose_launch, lane_elements
+from worker.metal.paged_decode import choose_launch, lane_elements, simdgroups_for
 
 _DIMS = (32, 64, 80, 96, 112, 128, 192, 256, 512)
 
@@ -37,7 +37,7 @@ def test_every_seen_token_is_in_one_item(pairs, num_kv_heads, rows):
         return
     plan = plan_decode(np.zeros((len(ranges) // rows, 600), np.int32), ranges, num_kv_heads, rows_per_sequence=rows)
     size, starts = plan.partition_tokens, np.array(plan.item_starts)
-    assert size % 64 == 0
+    assert size % 32 == 0
     items = np.array(plan.items)[: plan.num_items].tolist()
     assert len(items) == len({tuple(item) for item in items})
     for sequence in range(plan.num_sequences):
@@ -59,7 +59,20 @@ def test_more_work_makes_longer_partitions_up_to_a_limit():
         plan = plan_decode(table, ranges, 8)
         sizes.append(plan.partition_tokens)
         assert plan.num_items == rows * math.ceil(length / plan.partition_tokens)
-    assert sizes == [64, 256, 1024, 1024]
+    assert sizes == [32, 256, 1024, 1024]
+
+
+def test_items_that_take_several_simdgroups_are_longer():
+    assert [simdgroups_for(*shape) for shape in ((8, 128), (8, 256), (16, 512), (3, 80), (128, 512))] == [
+        1,
+        2,
+        8,
+        1,
+        64,
+    ]
+    table, ranges = np.zeros((1, 1), np.int32), seen_ranges([32768])
+    sizes = [plan_decode(table, ranges, 1, simdgroups_per_item=count).partition_tokens for count in (1, 8, 64, 5000)]
+    assert sizes == [32, 256, 1024, 1024]
 
 
 def test_arrays_are_never_so_small_that_a_kernel_must_be_compiled_anew():

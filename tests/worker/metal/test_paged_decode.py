@@ -143,7 +143,7 @@ def test_called_with_a_group_it_plans_once_for_alike_layers(monkeypatch):
     from worker.metal import paged_decode
 
     planned = []
-    monkeypatch.setattr(paged_decode, "plan_decode", lambda *arguments: planned.append(1) or plan_decode(*arguments))
+    monkeypatch.setattr(paged_decode, "plan_decode", lambda *a, **k: planned.append(1) or plan_decode(*a, **k))
     case = Case("group", (40, 20), 2, 2, 64, window=16, dtype=F32)
     data = make(case)
     decode = PagedDecode(MslHost())
