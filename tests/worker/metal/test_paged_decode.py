@@ -5,6 +5,8 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
@@ -79,6 +81,23 @@ def test_each_row_attends_to_exactly_what_it_sees(case):
 def test_twin_attends_to_exactly_what_a_row_sees(case):
     data = make(case)
     assert error_of(attend(decode_twins, data), data) < TOLERANCE[case.dtype]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    st.integers(0, 160),
+    st.integers(0, 160),
+    st.sampled_from([(4, 64), (6, 192)]),
+    st.integers(0, 1000),
+)
+def test_any_lengths_windows_and_chunks(lens, window, chunk, shape, seed):
+    """On kernels that are compiled already; shape 192 is a staged one."""
+    shared, head_dim = shape
+    case = Case("any", tuple(lens), 1, shared, head_dim, window=window, chunk=chunk, dtype=F32)
+    data = make(case, seed)
+    for decode in (PagedDecode(MslHost(seeds=(seed,))), decode_twins):
+        assert error_of(attend(decode, data), data) < TOLERANCE[F32]
 
 
 def test_a_row_has_the_same_bits_beside_any_other():
