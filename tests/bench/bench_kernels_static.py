@@ -25,7 +25,8 @@ from tests.bench import serve_report
 from tests.msl_host.host import MslHost
 from tests.msl_host.launch import LaunchRecord
 from worker.metal.decode_plan import plan_verify, seen_ranges
-from worker.metal.paged_decode import PagedDecode, choose_launch, simdgroups_for
+from worker.metal.kv_pools import slot_bytes_of
+from worker.metal.paged_decode import PagedDecode, choose_launch, cut_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 16
@@ -90,16 +91,16 @@ class Decode:
         table = np.random.RandomState(7).permutation(self.batch * num_blocks).reshape(self.batch, -1).astype(np.int32)
         lens = [self.context - self.rows + 1 + row for _ in range(self.batch) for row in range(self.rows)]
         shared, value_dim = self.heads // self.kv_heads, self.latent or self.head_dim
+        shape = (self.batch * num_blocks, self.kv_heads, BLOCK_SIZE, self.head_dim)
+        keys, values = (_pool(shape, self.dtype, self.bits, seed) for seed in (1, 2))
         plan = plan_verify(
             table,
             seen_ranges(lens, window=self.window),
             self.kv_heads,
             rows_per_sequence=self.rows,
             shares_loads=True,
-            simdgroups_per_item=simdgroups_for(shared, value_dim),
+            cut=cut_for(shared, value_dim, slot_bytes_of(keys) * (1 if self.latent else 2)),
         )
-        shape = (self.batch * num_blocks, self.kv_heads, BLOCK_SIZE, self.head_dim)
-        keys, values = (_pool(shape, self.dtype, self.bits, seed) for seed in (1, 2))
         queries = mx.random.normal((len(lens), self.heads, 1, self.head_dim), key=mx.random.key(3)).astype(self.dtype)
         host = MslHost(count_lines=True, cpu_seconds=1800)
         kernel = PagedDecode(host)

@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-# Half of what is read again as partial results at 8 heads a KV head; MLX goes down to 16 tokens. A longer partition
-# than the longest makes the last ones of a launch run alone. Neither is measured on a GPU by us.
-_MIN_PARTITION_TOKENS = 32
+# Partitions are multiples of this; MLX goes down to 16 tokens. Longer ones than the longest make the last ones of a
+# launch run alone. Neither is measured on a GPU by us.
+_STEP_TOKENS = 32
 _MAX_PARTITION_TOKENS = 1024
 # Simdgroups that keep a large GPU busy.
 _WANTED_SIMDGROUPS = 1024
@@ -17,6 +17,14 @@ _WANTED_SIMDGROUPS = 1024
 _MIN_INPUT_ELEMENTS = 8
 _SPEC_VERIFY_WINDOW = "CIDERY_SPEC_VERIFY_WINDOW"
 _MAX_WINDOW_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work of a kind of layer is best cut: simdgroups that one partition keeps busy, and its least length."""
+
+    simdgroups: int = 1
+    min_tokens: int = _STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,9 @@ class DecodePlan:
         return self.num_rows // self.rows_per_sequence
 
 
+_ANY_CUT = Cut()
+
+
 def seen_ranges(context_lens: ArrayLike, *, window: int = 0, chunk: int = 0) -> NDArray[np.int32]:
     """`[num_rows, 2]`: first token that each row sees and its context length, which counts the row itself.
 
@@ -64,13 +75,13 @@ def plan_decode(
     num_kv_heads: int,
     *,
     rows_per_sequence: int = 1,
-    simdgroups_per_item: int = 1,
+    cut: Cut = _ANY_CUT,
 ) -> DecodePlan:
     """Cut the work of a step. Shapes: `block_tables [num_sequences, max_blocks]`, `ranges` as of `seen_ranges`.
 
     The partition's length depends on the rows alone, not on `rows_per_sequence`: so do the bits of the result. Only
-    table entries within the ranges are ever read. `simdgroups_per_item`: of `simdgroups_for`; more make longer
-    partitions. Raises ValueError for shapes that do not fit. O(rows + items).
+    table entries within the ranges are ever read. `cut` is that of `paged_decode.cut_for`. Raises ValueError for shapes
+    that do not fit. O(rows + items).
     """
     num_rows = len(ranges)
     if len(block_tables) * rows_per_sequence != num_rows or not num_rows:
@@ -78,9 +89,9 @@ def plan_decode(
             f"{num_rows} ranges for {len(block_tables)} block tables of {rows_per_sequence} rows: one a row is needed"
         )
     tokens = int((ranges[:, 1].astype(np.int64) - ranges[:, 0]).sum()) * num_kv_heads
-    wanted_items = max(_WANTED_SIMDGROUPS // simdgroups_per_item, 1)
-    steps = -(-tokens // (wanted_items * _MIN_PARTITION_TOKENS))
-    partition = min(max(steps, 1) * _MIN_PARTITION_TOKENS, _MAX_PARTITION_TOKENS)
+    wanted_items = max(_WANTED_SIMDGROUPS // cut.simdgroups, 1)
+    steps = -(-max(-(-tokens // wanted_items), cut.min_tokens) // _STEP_TOKENS)
+    partition = min(steps * _STEP_TOKENS, _MAX_PARTITION_TOKENS)
     grouped = ranges.reshape(-1, rows_per_sequence, 2)
     begins, ends = grouped[:, :, 0].min(axis=1), grouped[:, :, 1].max(axis=1)
     firsts = begins // partition
@@ -107,7 +118,7 @@ def plan_verify(
     *,
     rows_per_sequence: int,
     shares_loads: bool,
-    simdgroups_per_item: int = 1,
+    cut: Cut = _ANY_CUT,
 ) -> DecodePlan:
     """The plan of a speculative verify step: each sequence has `rows_per_sequence` rows, whose KV is written already.
 
@@ -120,7 +131,7 @@ def plan_verify(
         ranges,
         num_kv_heads,
         rows_per_sequence=rows_per_sequence,
-        simdgroups_per_item=simdgroups_per_item,
+        cut=cut,
     )
 
 

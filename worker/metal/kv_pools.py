@@ -48,3 +48,8 @@ def block_size_of(pool: KVPool) -> int:
 def dtype_of(pool: KVPool) -> mx.Dtype:
     """Type of the rows that went in."""
     return arrays_of(pool)[-1].dtype
+
+
+def slot_bytes_of(pool: KVPool) -> int:
+    """Bytes of a slot, scales and biases included."""
+    return sum(array.shape[-1] * array.dtype.size for array in arrays_of(pool))

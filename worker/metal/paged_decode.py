@@ -12,10 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from worker.batch import DecodeGroup
-from worker.metal.decode_plan import DecodePlan, plan_decode, seen_ranges
+from worker.metal.decode_plan import Cut, DecodePlan, plan_decode, seen_ranges
 from worker.metal.decode_source import HEADER, merge_source, partials_source, pool_names
 from worker.metal.factory import MetalKernel, dtype_tag
-from worker.metal.kv_pools import KVPool, arrays_of, block_size_of, dtype_of, head_dim_of
+from worker.metal.kv_pools import KVPool, arrays_of, block_size_of, dtype_of, head_dim_of, slot_bytes_of
 
 _LANES = 32
 # Output elements that a lane holds for its query heads; with K and V of a tile that stays near 100 registers.
@@ -26,6 +26,7 @@ _MAX_SIMDGROUPS = 8
 _DIRECT_SIMDGROUPS = 4
 _MAX_STAGED_TOKENS = 16
 _MAX_STAGED_BYTES = 16 * 1024
+_MAX_PARTIAL_SHARE = 0.5
 _MAX_HEAD_DIM = 640
 _MAX_VALUE_DIM = 512
 _MAX_CONSTANTS = 1024
@@ -61,10 +62,16 @@ def choose_launch(num_shared_heads: int, head_dim: int, value_dim: int, itemsize
     return Launch(num_heads, num_simdgroups, num_splits, staged_tokens)
 
 
-def simdgroups_for(num_shared_heads: int, value_dim: int) -> int:
-    """Simdgroups that one partition keeps busy, for `num_shared_heads` query heads a KV head of a single row."""
+def cut_for(num_shared_heads: int, value_dim: int, token_bytes: float) -> Cut:
+    """How to cut the work for `num_shared_heads` query heads a KV head. `token_bytes`: K and V of a token and KV head.
+
+    Partitions are so long that partial results, written and read again, are at most half of what is read of K and V.
+    """
     most = min(_MAX_HEADS, _MAX_OUTPUT_REGISTERS // lane_elements(value_dim)[1])
-    return -(-num_shared_heads // most)
+    simdgroups = -(-num_shared_heads // most)
+    num_readings = -(-simdgroups // _MAX_SIMDGROUPS)
+    partial_bytes = 2 * num_shared_heads * value_dim * mx.float32.size
+    return Cut(simdgroups, math.ceil(partial_bytes / (_MAX_PARTIAL_SHARE * num_readings * token_bytes)))
 
 
 def lane_elements(dim: int) -> tuple[int, int]:
@@ -111,11 +118,12 @@ class PagedDecode:
         """
         if self._planned is None or self._planned[0] is not group:
             self._planned = group, {}
-        plans, key = self._planned[1], (num_kv_heads, queries.shape[1], head_dim_of(value_pool), window, chunk)
+        plans, key = self._planned[1], (num_kv_heads, queries.shape[1], slot_bytes_of(value_pool), window, chunk)
         if key not in plans:
             ranges = seen_ranges(group.context_lens, window=window, chunk=chunk)
-            simdgroups = simdgroups_for(queries.shape[1] // num_kv_heads, head_dim_of(value_pool))
-            plans[key] = plan_decode(group.block_tables, ranges, num_kv_heads, simdgroups_per_item=simdgroups)
+            token_bytes = slot_bytes_of(key_pool) + slot_bytes_of(value_pool)
+            cut = cut_for(queries.shape[1] // num_kv_heads, head_dim_of(value_pool), token_bytes)
+            plans[key] = plan_decode(group.block_tables, ranges, num_kv_heads, cut=cut)
         return self.attend(
             queries, key_pool, value_pool, plans[key], num_kv_heads, scale, softcap=softcap, sinks=sinks, after=after
         )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.metal.decode_plan import plan_decode, seen_ranges
-from worker.metal.paged_decode import choose_launch, lane_elements, simdgroups_for
+from worker.metal.decode_plan import Cut, plan_decode, seen_ranges
+from worker.metal.paged_decode import choose_launch, cut_for, lane_elements
 
 _DIMS = (32, 64, 80, 96, 112, 128, 192, 256, 512)
 
@@ -63,16 +63,24 @@ def test_more_work_makes_longer_partitions_up_to_a_limit():
 
 
 def test_items_that_take_several_simdgroups_are_longer():
-    assert [simdgroups_for(*shape) for shape in ((8, 128), (8, 256), (16, 512), (3, 80), (128, 512))] == [
-        1,
-        2,
-        8,
-        1,
-        64,
-    ]
     table, ranges = np.zeros((1, 1), np.int32), seen_ranges([32768])
-    sizes = [plan_decode(table, ranges, 1, simdgroups_per_item=count).partition_tokens for count in (1, 8, 64, 5000)]
+    sizes = [plan_decode(table, ranges, 1, cut=Cut(simdgroups)).partition_tokens for simdgroups in (1, 8, 64, 5000)]
     assert sizes == [32, 256, 1024, 1024]
+
+
+def test_partial_results_are_half_of_what_is_read_at_most():
+    shapes = {
+        (8, 128, 512): Cut(1, 32),  # half precision
+        (8, 256, 1024): Cut(2, 32),
+        (8, 256, 288): Cut(2, 114),  # 4 bits
+        (16, 512, 1152): Cut(8, 114),  # latent
+        (128, 512, 1152): Cut(64, 114),  # latents are read 8 times
+        (1, 80, 640): Cut(1, 2),
+    }
+    assert {shape: cut_for(*shape) for shape in shapes} == shapes
+    table, ranges = np.zeros((1, 1), np.int32), seen_ranges([100])
+    assert plan_decode(table, ranges, 1, cut=Cut(1, 114)).partition_tokens == 128
+    assert plan_decode(table, ranges, 1, cut=Cut(1, 2)).partition_tokens == 32
 
 
 def test_arrays_are_never_so_small_that_a_kernel_must_be_compiled_anew():
