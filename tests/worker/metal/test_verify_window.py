@@ -6,20 +6,11 @@ import pytest
 
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
-from tests.worker.metal.decode_data import TOLERANCE, Case, attend, bits_of, error_of, make
+from tests.worker.metal.decode_cases import VERIFY_CASES
+from tests.worker.metal.decode_data import TOLERANCE, attend, bits_of, error_of, make
 from worker.metal import decode_twins
 from worker.metal.decode_plan import plan_verify, seen_ranges, verify_shares_loads
 from worker.metal.paged_decode import PagedDecode
-
-F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
-_CASES = [
-    Case("verify", (61, 130), 2, 4, 64, rows=4, dtype=F16),
-    Case("verify, staged", (30,), 1, 8, 128, rows=5, dtype=BF16),
-    Case("verify, window across partitions", (127, 64, 66), 1, 2, 128, rows=3, window=64, block_size=32, dtype=F32),
-    Case("verify, sinks, chunk", (62,), 1, 8, 64, rows=3, chunk=64, has_sinks=True, softcap=2.0, dtype=F16),
-    Case("verify, 8 bits", (60,), 1, 4, 128, rows=2, bits=8, group=64, dtype=F16),
-    Case("verify, more rows than a threadgroup", (20,), 1, 12, 256, rows=6, dtype=F16),
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,12 +18,12 @@ def _compiled():
     require_toolchain()
     host = MslHost()
     with host.compiling_ahead():
-        for case in _CASES:
+        for case in VERIFY_CASES:
             for shares_loads in (False, True):
                 attend(PagedDecode(host), make(case), shares_loads)
 
 
-@pytest.mark.parametrize("case", _CASES, ids=str)
+@pytest.mark.parametrize("case", VERIFY_CASES, ids=str)
 def test_rows_that_share_loads_equal_rows_on_their_own_bit_for_bit(case):
     data = make(case)
     apart, together = MslHost(), MslHost(seeds=(0, 20261))
@@ -45,11 +36,23 @@ def test_rows_that_share_loads_equal_rows_on_their_own_bit_for_bit(case):
     assert read[0] < read[1] * 0.75
 
 
-@pytest.mark.parametrize("case", _CASES, ids=str)
+@pytest.mark.parametrize("case", VERIFY_CASES, ids=str)
 def test_twin_takes_both_layouts(case):
     data = make(case)
     for shares_loads in (False, True):
         assert error_of(attend(decode_twins, data, shares_loads), data) < TOLERANCE[case.dtype]
+
+
+def test_rows_of_a_sequence_may_see_unlike_tokens_or_none():
+    data = make(VERIFY_CASES[0])
+    data.ranges[:] = [[20, 64], [0, 0], [0, 1], [3, 9], [0, 0], [100, 120], [0, 133], [64, 96]]
+    expanded = attend(PagedDecode(MslHost()), data)
+    together = attend(PagedDecode(MslHost()), data, shares_loads=True)
+    assert np.array_equal(bits_of(expanded), bits_of(together))
+    twin = attend(decode_twins, data, shares_loads=True)
+    assert mx.abs(together - twin).max().item() < TOLERANCE[mx.float16]
+    assert not np.array(together)[[1, 4]].any()
+    assert np.array(together)[[0, 2, 3, 5, 6, 7]].any(axis=(1, 2, 3)).all()
 
 
 def test_both_layouts_are_cut_alike():
