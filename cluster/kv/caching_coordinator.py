@@ -31,8 +31,6 @@ class _CachingCoordinator(KVCacheCoordinator):
             return False
         depth = computed.num_matched_tokens // self.block_size
         end = computed.path[-1] if computed.path else self.tree.root
-        if depth < end.start:
-            return False
         if end.end > depth:
             return bytes(end.hash_at(depth)) != hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES]
         return hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES] not in end.children

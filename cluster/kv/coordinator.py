@@ -158,7 +158,10 @@ class KVCacheCoordinator(ABC):
         for manager in self._token_managers:
             needs[manager.pool_id] += length - len(sequence.tables[manager.group_id])
         if not self.make_room(needs):
-            return None
+            # Admission counts without checkpoints: a sequence's own must not keep it from going on.
+            self._free_checkpoints(sequence)
+            if not self.make_room(needs):
+                return None
         taken: dict[int, tuple[int, ...]] = {}
         for manager in self._token_managers:
             table = sequence.tables[manager.group_id]
@@ -359,8 +362,14 @@ class KVCacheCoordinator(ABC):
         sequence.cursor.num_cursors -= 1
         for manager in self.managers:
             self.pools[manager.pool_id].free(reversed(sequence.tables[manager.group_id]))
+        self._free_checkpoints(sequence)
+
+    def _free_checkpoints(self, sequence: Sequence) -> None:
+        """Those that only the sequence has; where one is still being made, whoever gets its page writes it later."""
         for pages in sequence.checkpoints():
             self._free_pages(pages)
+        sequence.pending.clear()
+        sequence.tail = None
 
     def _free_pages(self, pages: dict[int, int]) -> None:
         for group, page in pages.items():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.kv.events import EventLog
-from cluster.kv.group_managers import GroupManager, by_rule
+from cluster.kv.group_managers import GroupManager, locals_by_rule
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
 from cluster.kv.prefix_tree import PrefixTree, Segment, held
@@ -31,7 +31,7 @@ class Evictor:
         self._events = events
         self._block_size = block_size
         # Groups of windows and chunks, those of one rule together.
-        self._windows = by_rule(m for m in managers if not m.is_full and not m.is_state)
+        self._windows = locals_by_rule(managers)
         self.counts = [EvictionCounts() for _ in managers]
         # Grows with every block evicted: a look-up made before may be stale.
         self.num_evicted = 0

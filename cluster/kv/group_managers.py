@@ -28,11 +28,6 @@ class GroupManager(ABC):
         self.num_sink_blocks = 0
         self._block_size = block_size
 
-    @property
-    def rule(self) -> tuple[object, ...]:
-        """Equal for groups that need the same positions."""
-        return (type(self),)
-
     @abstractmethod
     def first_needed(self, num_tokens: int) -> int:
         """The first block that the tokens from position `num_tokens` on see, never falling; sinks apart."""
@@ -61,23 +56,33 @@ class FullAttentionManager(GroupManager):
         return 0
 
 
-class SlidingWindowManager(GroupManager):
+class LocalManager(GroupManager):
+    """Layers that see only what is near: what they need begins at the spec's first token."""
+
+    def __init__(self, group: KVGroup, block_size: int) -> None:
+        super().__init__(group, block_size)
+        assert isinstance(group.spec, SlidingWindowSpec | ChunkedLocalSpec)
+        self._spec = group.spec
+
+    @property
+    def rule(self) -> tuple[object, ...]:
+        """Equal for groups that need the same positions."""
+        if isinstance(self._spec, ChunkedLocalSpec):
+            return ("chunk", self._spec.chunk)
+        return ("window", self._spec.window, self._spec.num_sink_tokens)
+
+    def first_needed(self, num_tokens: int) -> int:
+        """See the base class."""
+        return self._spec.first_needed_token(num_tokens) // self._block_size
+
+
+class SlidingWindowManager(LocalManager):
     """The last `window - 1` tokens before the next one, and the sinks."""
 
     def __init__(self, group: KVGroup, block_size: int) -> None:
         super().__init__(group, block_size)
         assert isinstance(group.spec, SlidingWindowSpec)
-        self._spec = group.spec
         self.num_sink_blocks = -(-group.spec.num_sink_tokens // block_size)
-
-    @property
-    def rule(self) -> tuple[object, ...]:
-        """See the base class."""
-        return (type(self), self._spec.window, self._spec.num_sink_tokens)
-
-    def first_needed(self, num_tokens: int) -> int:
-        """See the base class."""
-        return self._spec.first_needed_token(num_tokens) // self._block_size
 
     def longest_hit(self, present: bytes, limit: int) -> int:
         """See the base class."""
@@ -85,22 +90,8 @@ class SlidingWindowManager(GroupManager):
         return super().longest_hit(present, limit if absent_sink < 0 else absent_sink)
 
 
-class ChunkedLocalManager(GroupManager):
+class ChunkedLocalManager(LocalManager):
     """The tokens of the present chunk; at a chunk's start nothing."""
-
-    def __init__(self, group: KVGroup, block_size: int) -> None:
-        super().__init__(group, block_size)
-        assert isinstance(group.spec, ChunkedLocalSpec)
-        self._spec = group.spec
-
-    @property
-    def rule(self) -> tuple[object, ...]:
-        """See the base class."""
-        return (type(self), self._spec.chunk)
-
-    def first_needed(self, num_tokens: int) -> int:
-        """See the base class."""
-        return self._spec.first_needed_token(num_tokens) // self._block_size
 
 
 class RecurrentStateManager(GroupManager):
@@ -117,10 +108,10 @@ class RecurrentStateManager(GroupManager):
         return present.rfind(_PRESENT, 0, limit) + 1
 
 
-def by_rule(managers: Iterable[GroupManager]) -> list[list[GroupManager]]:
-    """Groups that need the same positions, together: layers of one window may be cut into several groups."""
-    groups: dict[tuple[object, ...], list[GroupManager]] = {}
-    for manager in managers:
+def locals_by_rule(managers: Iterable[GroupManager]) -> list[list[LocalManager]]:
+    """Windows and chunks, those that need the same positions together: one window's layers may be in several groups."""
+    groups: dict[tuple[object, ...], list[LocalManager]] = {}
+    for manager in (m for m in managers if isinstance(m, LocalManager)):
         groups.setdefault(manager.rule, []).append(manager)
     return list(groups.values())
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cluster.kv.group_managers import GroupManager, by_rule
+from cluster.kv.group_managers import GroupManager, locals_by_rule
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.prefix_tree import Segment
 
@@ -14,7 +14,7 @@ class PointCosts:
         self._block_size = block_size
         self._full_page_bytes = sum(m.page_bytes for m in managers if m.is_full)
         self._states = [m for m in managers if m.is_state]
-        windows = by_rule(m for m in managers if not m.is_full and not m.is_state)
+        windows = locals_by_rule(managers)
         self._windows = [(same[0], sum(m.page_bytes for m in same)) for same in windows]
 
     def leaf_bytes(self, segment: Segment, fallback: int) -> int:
@@ -34,6 +34,10 @@ class PointCosts:
         for manager, page_bytes in self._windows:
             freed += page_bytes * (end - max(manager.first_needed(end * self._block_size), fallback))
         return freed
+
+    def is_free(self, segment: Segment) -> bool:
+        """Whether nothing at all is needed there: at a chunk's start, where all layers attend within their chunk."""
+        return not self._full_page_bytes and self.inner_bytes(segment, 0) == 0
 
 
 def fallback_of(segment: Segment) -> int:

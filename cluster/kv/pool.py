@@ -150,11 +150,8 @@ class BlockPool:
         moves: dict[int, int] = {}
         for source in range(end, min(self._first_unused, self.num_blocks)):
             if self._refs[source] or self._is_cached[source]:
-                if self._returned:
-                    target = self._returned.pop()
-                else:
-                    target = self._first_unused
-                    self._first_unused += 1
+                # There is one: none below the end was never used, and so many blocks are empty.
+                target = self._returned.pop()
                 moves[source] = target
                 self._refs[target], self._is_cached[target] = self._refs[source], self._is_cached[source]
         del self._refs[end:]

@@ -27,7 +27,7 @@ from cluster.kv.sequence import Sequence
 
 _MAX_GHOSTS = 4096
 # Resume points are ranked anew after so many requests, as a share of the segments: the cost of a ranking is spread.
-_RANKED_PER_REQUEST = 64
+_RANKED_PER_REQUEST = 256
 _CHEAP, _POINT, _PINNED = 0, 1, 2
 # Of the memory, what pins may hold at most: the rest stays open to everyone.
 _PIN_SHARE = 0.5
@@ -107,6 +107,7 @@ class Retention:
                 continue
             if not self._queue or (ranked_at < 0 and self._is_stale()):
                 if ranked_at == self.evictor.num_evicted:
+                    # Nothing went since the last ranking: the rest is held by sequences.
                     return False
                 self._rank()
                 ranked_at = self.evictor.num_evicted
@@ -120,7 +121,9 @@ class Retention:
         return True
 
     def designate(self, segment: Segment, kind: PointKind) -> None:
-        """The segment's end is a resume point from now on."""
+        """The segment's end is a resume point from now on, unless it would keep nothing and so never be evicted."""
+        if self._costs.is_free(segment):
+            return
         segment.kind = max(segment.kind, kind) if segment.is_point else kind
         segment.is_point = True
 
@@ -266,7 +269,8 @@ class Retention:
             segment.is_point = segment.is_point and segment.end == old_end
             if self._is_full_only and self.evictor.has_evictable_tail(segment):
                 self._requeue(segment, kind, age)
-        elif parent is not None:
+        else:
+            assert parent is not None
             self._prune(parent)
 
     def _requeue(self, segment: Segment, kind: int, age: int) -> None:

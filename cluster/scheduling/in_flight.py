@@ -1,4 +1,4 @@
-"""Plans whose results have not come yet, and how fast the worker gets through them."""
+"""Plans whose results have not come yet."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from cluster.scheduling.errors import ProtocolError
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.step_builder import Checkpoint
-
-# Until a step has been timed.
-_FIRST_TOKENS_PER_S = 1000.0
-_SPEED_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,6 @@ class PlansInFlight:
         self.next_step_id = 1
         # Results of plans before this one are of a worker that was lost.
         self._first_valid_id = 1
-        self.tokens_per_s = _FIRST_TOKENS_PER_S
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -73,8 +68,6 @@ class PlansInFlight:
                 f"step {result.step_id} sampled {len(result.sampled)} tokens and skipped "
                 f"{len(result.skipped_seq_ids)} rows, expected {plan.num_samples} in sum"
             )
-        if result.run_s > 0:
-            self.tokens_per_s += _SPEED_GAIN * (plan.num_tokens / result.run_s - self.tokens_per_s)
         return self._plans.popleft()
 
     def forget(self) -> None:

@@ -31,6 +31,8 @@ class LiveRequest:
     num_ahead: int
     num_planned: int = 0
     num_processed: int = 0
+    # The most that was planned of it before it had to wait again.
+    num_run: int = 0
     is_running: bool = False
     # The worker's name for it, new at every admission; 0 before the first, an id that the worker never sees.
     seq_id: int = 0

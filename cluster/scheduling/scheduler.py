@@ -17,6 +17,7 @@ from cluster.kv.points import PointKind
 from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks, TableEdit
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.drain import DrainEstimate
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.in_flight import PlanInFlight, PlansInFlight
 from cluster.scheduling.live import LiveRequest
@@ -42,6 +43,7 @@ class Scheduler:
         self._config = config
         self._waiting: WaitingQueue[LiveRequest] = WaitingQueue()
         self._num_waiting_tokens = 0
+        self._drain = DrainEstimate()
         self._running: list[LiveRequest] = []
         self._live_by_id: dict[str, LiveRequest] = {}
         # Also holds the old seq_id of a preempted request, whose rows in flight still bring valid tokens.
@@ -69,7 +71,7 @@ class Scheduler:
         if len(request.token_ids) >= length:
             return Update(request.request_id, (), (), Finish.LENGTH, num_cached_tokens=0, queue_s=0.0)
         if len(self._waiting) >= self._config.max_waiting:
-            drain_s = self._num_waiting_tokens / self._in_flight.tokens_per_s
+            drain_s = self._drain.seconds(self._num_waiting_tokens)
             raise QueueFull(
                 f"request {request.request_id}: {len(self._waiting)} requests are waiting, "
                 f"max_waiting is {self._config.max_waiting}; at the present speed they take {drain_s:.0f} s",
@@ -136,6 +138,7 @@ class Scheduler:
         for seq_id in result.skipped_seq_ids:
             if seq_id in self._live_by_seq:
                 raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
+        self._drain.step_ran(plan.num_tokens, result.run_s)
         # Before the tokens: a request that ends here leaves its blocks findable.
         self._confirm(plan, result)
         updates: list[Update] = []
@@ -153,6 +156,7 @@ class Scheduler:
             self._num_waiting_tokens += live.cost_tokens
         self._running.clear()
         for live in self._waiting:
+            live.num_run = max(live.num_run, live.num_planned)
             live.num_planned = live.num_processed = 0
             live.num_ahead = len(live.token_ids)
             live.computed = None
@@ -212,13 +216,11 @@ class Scheduler:
 
     def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
-        prefilling: list[LiveRequest] = []
         block_size = self._kv.layout.block_size if self._kv.has_states else 0
-        for live in list(self._running):
+        # Highest first: its row spares a request, and where windows move on it may never need a block again.
+        for live in sorted(self._running, key=lambda each: -each.priority):
             start = live.num_planned
-            if start + 1 != live.num_ahead or not live.is_running:
-                prefilling.append(live)
-            elif live.num_ahead < live.max_length:
+            if live.is_running and start + 1 == live.num_ahead < live.max_length:
                 new_blocks = self._allocate(live, start + 1, step)
                 if new_blocks is not None:
                     live.num_planned = start + 1
@@ -227,7 +229,7 @@ class Scheduler:
                     step.slices.append(Slice(live.seq_id, start, 1, True, new_blocks))
                     if block_size and start % block_size == 0:
                         step.checkpoint(live, start, live.stops.get(start, PointKind.TURN_END))
-        return prefilling
+        return [live for live in self._running if live.num_planned + 1 != live.num_ahead]
 
     def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step: StepBuilder) -> int:
         """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
@@ -280,6 +282,7 @@ class Scheduler:
         """Take back a request's blocks; its tokens stay, and what is cached of it often does too."""
         self._running.remove(live)
         self._stop(live, is_settled=self._is_settled(live))
+        live.num_run = max(live.num_run, live.num_planned)
         live.num_planned = live.num_processed = 0
         live.computed = None
         self._waiting.push_front(live)
@@ -404,7 +407,9 @@ class Scheduler:
             self._waiting.remove(live)
             self._num_waiting_tokens -= live.cost_tokens
         if live.queue_s is not None:
-            num_used = len(live.token_ids) - live.num_cached_tokens
+            # The newest token was sampled and not run.
+            num_used = max(live.num_run, live.num_planned) - live.num_cached_tokens
+            self._drain.request_ended(num_used, live.cost_tokens)
             self._waiting.charge(live.tenant, num_used - live.cost_tokens, priority=live.priority, weight=live.weight)
 
     def _stop(self, live: LiveRequest, *, is_settled: bool) -> None:

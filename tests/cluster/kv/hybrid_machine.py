@@ -3,12 +3,13 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.kv.events import BlocksStored, xor_of
+from cluster.kv.events import BlocksStored
 from cluster.kv.hashing import hash_blocks, join_hashes, root_hash, split_hashes
 from cluster.kv.layout import KVGroup, KVLayout, KVPool
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.points import PointKind
 from cluster.kv.spec import ChunkedLocalSpec, FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec, StateTensor
+from tests.cluster.kv.mirror_index import MirrorIndex
 
 SIZE = 4
 ROOT = root_hash(model="m", tokenizer="t", kv_format="f", block_size=SIZE)
@@ -80,7 +81,14 @@ class HybridMachine(RuleBasedStateMachine):
         self.num_started = 0
         self.earlier = []
         self.present = set()
-        self.index_digest = [0] * len(specs)
+        self.new_epoch()
+
+    def new_epoch(self):
+        """Listeners begin anew. One hears everything, late; some of it is lost until it gets a snapshot again."""
+        self.log = []
+        self.mirror = MirrorIndex(len(self.managers))
+        self.undelivered = []
+        self.has_lost = False
 
     def follow(self):
         for resize in self.kv.take_resizes():
@@ -120,9 +128,10 @@ class HybridMachine(RuleBasedStateMachine):
         num_old=st.integers(0, 40),
         new=st.lists(st.integers(0, 1), max_size=9),
         points=st.dictionaries(st.integers(1, 40), st.sampled_from(PointKind), max_size=3),
+        sizes=st.lists(st.integers(1, 12), max_size=6),
     )
-    def start(self, data, num_old, new, points):
-        """A prompt that often begins as an earlier one did."""
+    def start(self, data, num_old, new, points, sizes):
+        """A prompt that often begins as an earlier one did, and some of its prefill."""
         earlier = data.draw(st.sampled_from(self.earlier)) if self.earlier else []
         tokens = [*earlier[:num_old], *new] or [0]
         hashes = joined(tokens)
@@ -144,6 +153,9 @@ class HybridMachine(RuleBasedStateMachine):
                 self.put(group, block_id, ())
         self.sequences[seq_id] = [tokens, computed.num_tokens, len(tokens), started]
         self.check_readable(seq_id)
+        for num_tokens in sizes:
+            if seq_id in self.sequences:
+                self.compute(seq_id, num_tokens, PointKind.TURN_END)
 
     def check_readable(self, seq_id):
         """All that the next token sees is there and right."""
@@ -241,6 +253,69 @@ class HybridMachine(RuleBasedStateMachine):
         assert coordinator.make_room(needs)
         self.follow()
 
+    @precondition(lambda self: len(self.layout.pools) > 1)
+    @rule(data=st.data(), evicts=st.booleans())
+    def resplit(self, data, evicts):
+        """The boundary moves, for nobody, while sequences live: one pool gets what another has to give."""
+        coordinator = self.kv._coordinator
+        pools = coordinator.pools
+        pool_id = data.draw(st.integers(0, len(self.layout.pools) - 1))
+        page = self.layout.pools[pool_id].page_bytes
+        num_empty = pools[pool_id].num_empty
+        others = [(p.num_empty, p_bytes) for p, p_bytes in zip(pools.pools, pools.page_bytes, strict=True)]
+        del others[pool_id]
+        most = (pools.spare_bytes + sum(num * p_bytes for num, p_bytes in others)) // page
+        needs = [0] * len(self.layout.pools)
+        needs[pool_id] = num_empty + data.draw(st.sampled_from([1, max(1, most // 2), max(1, most), most + 1]))
+        before = [pool.num_blocks for pool in pools.pools]
+        if evicts and pools.fits(needs):
+            assert coordinator.make_room(needs)
+        else:
+            resizes = pools.rebalance(needs)
+            assert (resizes is not None) == (needs[pool_id] <= num_empty + most)
+            coordinator._follow(resizes or ())
+            assert pools[pool_id].num_blocks == before[pool_id] + (needs[pool_id] - num_empty if resizes else 0)
+        self.follow()
+        for seq_id in self.sequences:
+            self.check_readable(seq_id)
+
+    @precondition(lambda self: self.log)
+    @rule(data=st.data(), action=st.sampled_from(["lose", "lose", "snapshot", "overlapping snapshot", "replay"]))
+    def listen(self, data, action):
+        """A listener in the middle of things; then it hears what is left of the events, and checks itself."""
+        if action == "replay":
+            index = MirrorIndex(len(self.managers))
+            for event in self.log:
+                index.apply(event)
+            assert index.present == set(self.kv.snapshot())
+            assert index.digests() == self.kv.digests()
+        elif action == "lose" and self.undelivered:
+            self.undelivered.pop(data.draw(st.integers(0, len(self.undelivered) - 1)))
+            self.has_lost = True
+        elif action == "snapshot":
+            self.mirror.load(self.kv.snapshot())
+            self.undelivered.clear()
+            self.has_lost = False
+        elif action == "overlapping snapshot":
+            # It knows already what the events on their way will say; hearing them again changes nothing in the end.
+            self.mirror.load(self.kv.snapshot())
+            self.has_lost &= bool(self.undelivered)
+        if data.draw(st.booleans()):
+            self.deliver()
+
+    def deliver(self):
+        """Events come, in order; what was lost among them shows in the digests, and a snapshot mends it."""
+        for event in self.undelivered:
+            self.mirror.apply(event)
+        self.undelivered.clear()
+        is_same = self.mirror.present == set(self.kv.snapshot())
+        assert (self.mirror.digests() == self.kv.digests()) == is_same
+        assert is_same or self.has_lost
+        if not is_same:
+            self.mirror.load(self.kv.snapshot())
+            assert self.mirror.digests() == self.kv.digests()
+        self.has_lost = False
+
     @precondition(lambda self: self.num_started % 8 == 7)
     @rule()
     def reset(self):
@@ -249,13 +324,17 @@ class HybridMachine(RuleBasedStateMachine):
         self.sequences.clear()
         self.present.clear()
         self.kv.take_events()
+        self.new_epoch()
 
     @invariant()
     def ledger_is_true(self):
         if not hasattr(self, "kv"):
             return
         self.kv.check()
-        for event in self.kv.take_events():
+        events = self.kv.take_events()
+        self.log += events
+        self.undelivered += events
+        for event in events:
             keys = {(event.group, h) for h in split_hashes(event.hashes)}
             if isinstance(event, BlocksStored):
                 assert not keys & self.present, "stored twice"
@@ -266,9 +345,5 @@ class HybridMachine(RuleBasedStateMachine):
         snapshot = self.kv.snapshot()
         assert len(snapshot) == len(set(snapshot))
         assert set(snapshot) == self.present
-        digests = [0] * len(self.managers)
-        for group, block_hash in snapshot:
-            digests[group] ^= xor_of(block_hash)
-        assert tuple(digests) == self.kv.digests()
         memory = self.kv.stats()
         assert sum((memory.referenced_bytes, memory.cached_bytes, memory.free_bytes)) == self.layout.usable_bytes

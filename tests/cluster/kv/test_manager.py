@@ -132,6 +132,27 @@ class TestReportedWeaknesses:
         kv.allocate(1, 12)
         assert kv.used_bytes == 3 * SIZE * FULL.token_bytes + STATE.state_bytes
 
+    @pytest.mark.parametrize("is_confirmed", [True, False])
+    def test_a_sequence_that_fits_is_not_stopped_by_its_own_checkpoints(self, is_confirmed):
+        """Memory for just one sequence of 500 tokens: its states on the way take only what it does not need itself."""
+        specs = [SlidingWindowSpec(1, 8, window=256), STATE]
+        ample = plan_layout(specs, kv_budget_bytes=10**8, max_model_len=500, block_size=SIZE)
+        budget = ample.bytes_for(500) + ample.budget_bytes - ample.usable_bytes
+        kv = KVCacheManager(plan_layout(specs, kv_budget_bytes=budget, max_model_len=500, block_size=SIZE))
+        kv.start(1, kv.get_computed_blocks(b"", 499), chain(tokens_of(0, 499)))
+        num_kept = 0
+        for position in range(0, 480, SIZE):
+            assert kv.allocate(1, position + SIZE, position) is not None
+            if position:
+                num_kept += bool(kv.checkpoint(1, position, PointKind.TURN_END))
+                if is_confirmed:
+                    kv.confirm_checkpoint(1, position)
+            kv.register(1, position // SIZE, chain(tokens_of(0, position + SIZE))[position:])
+            kv.check()
+        assert num_kept > 0
+        kv.free(1, 480)
+        assert kv.used_bytes == 0
+
     def test_copies_of_one_content_are_not_kept(self):
         kv = kv_of([FULL], 100)
         tokens = tokens_of(0, 33)
@@ -162,6 +183,18 @@ class TestReportedWeaknesses:
         session.run(tokens_of(500, 97))
         removed = [e for e in kv.take_events() if isinstance(e, BlocksRemoved)]
         assert b"".join(e.hashes for e in removed).count(chain(tokens_of(0, 33))[16:32]) == 1
+
+
+class TestCounts:
+    def test_blocks_are_free_or_used(self):
+        kv = kv_of([FULL, STATE], 1000)
+        num_blocks = kv.num_blocks
+        assert (kv.num_free_blocks, kv.num_used_blocks, kv.usage) == (num_blocks, 0, 0.0)
+        kv.start(1, kv.get_computed_blocks(b"", 33), chain(tokens_of(0, 33)))
+        kv.allocate(1, 33)
+        assert (kv.num_free_blocks, kv.num_used_blocks) == (num_blocks - 4, 4)
+        assert kv.usage == kv.used_bytes / kv.layout.usable_bytes > 0
+        assert kv.block_bytes == SIZE * FULL.token_bytes
 
 
 class TestEvents:
@@ -287,3 +320,71 @@ def test_what_a_split_leaves_in_one_pool_another_can_have():
     assert (shrunk.pool_id, grown.pool_id) == (1, 0)
     assert shrunk.num_blocks * 8192 + grown.num_blocks * 512 <= layout.budget_bytes
     kv.check()
+
+
+class TestMovedBlocks:
+    """Pages of 512 and 8,192 bytes; the boundary moves over blocks that somebody holds."""
+
+    def ledger(self, num_blocks, num_states):
+        groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
+        pools = (KVPool(0, 512, (0,), num_blocks), KVPool(1, 8192, (1,), num_states))
+        return KVCacheManager(KVLayout(SIZE, groups, pools, 512 * num_blocks + 8192 * num_states, 4096))
+
+    def begin(self, kv, seq_id, num_tokens, num_registered=0):
+        tokens = tokens_of(10_000 * seq_id, num_tokens)
+        kv.start(seq_id, kv.get_computed_blocks(chain(tokens), num_tokens), chain(tokens))
+        assert kv.allocate(seq_id, num_tokens) is not None
+        kv.register(seq_id, 0, chain(tokens)[: num_registered * 16])
+        return tokens
+
+    def move(self, kv, needs):
+        """Returns the moves of the pool that gives."""
+        coordinator = kv._coordinator
+        coordinator._follow(coordinator.pools.rebalance(needs))
+        kv.check()
+        return dict(kv.take_resizes()[0].moves)
+
+    def test_tables_and_cached_content_follow(self):
+        kv = self.ledger(40, 4)
+        self.begin(kv, 1, 300)
+        tokens = self.begin(kv, 2, 320, num_registered=20)
+        before = kv.block_tables(2)[0]
+        assert before == tuple(range(20, 40))
+        kv.free(1)
+        moves = self.move(kv, [0, 3])
+        assert set(moves) == set(range(24, 40))
+        assert kv.block_tables(2)[0] == tuple(moves.get(block_id, block_id) for block_id in before)
+        kv.free(2, 320)
+        kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 321), chain([*tokens, 1]))
+        assert kv.block_tables(3)[0] == tuple(moves.get(block_id, block_id) for block_id in before)
+
+    def test_checkpoints_that_are_under_way_follow(self):
+        kv = self.ledger(8, 6)
+        self.begin(kv, 1, 16)
+        tokens = self.begin(kv, 2, 32, num_registered=2)
+        (copy,) = kv.checkpoint(2, 32, PointKind.HEAD)
+        assert (copy.source, copy.target) == (2, 3)
+        kv.free(1)
+        moves = self.move(kv, [kv._coordinator.pools[0].num_empty + 3 * 16, 0])
+        assert moves == {3: 1}
+        kv.confirm_checkpoint(2, 32)
+        kv.check()
+        started = kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 33), chain([*tokens, 1]))
+        assert [c.source for c in started.copies] == [1]
+
+    def test_blocks_that_are_to_be_copied_follow(self):
+        """The state that a new sequence goes on from moves before the plan is complete."""
+        kv = self.ledger(8, 6)
+        self.begin(kv, 1, 16)
+        tokens = self.begin(kv, 2, 32, num_registered=2)
+        kv.free(1)
+        kv.free(2, 32)
+        self.begin(kv, 4, 16)
+        kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 33), chain([*tokens, 1]))
+        kv.free(4)
+        moves = self.move(kv, [kv._coordinator.pools[0].num_empty + 3 * 16, 0])
+        assert moves
+        kv.release_sources()
+        kv.free(3, 32)
+        kv.check()
+        assert kv.used_bytes == 0

@@ -139,6 +139,40 @@ class TestOneRequest:
         rig.drain()
 
 
+class TestShares:
+    def first_after_abort(self, num_steps):
+        """Of two tenants with two prompts each, who goes next when the first prompt is aborted after so many steps."""
+        rig = Rig(num_blocks=40, max_num_seqs=1, max_plans_in_flight=1)
+        for number, (tenant, length) in enumerate([("a", 60), ("b", 20), ("a", 20), ("b", 20)]):
+            rig.add(
+                replace(request_of(f"{tenant}{number}", range(100 * number, 100 * number + length), 2), tenant=tenant)
+            )
+        for _ in range(num_steps):
+            rig.step()
+        rig.abort("a0")
+        while not rig.finished.keys() - {"a0"}:
+            rig.step()
+        rig.drain()
+        return [name for name in rig.finished if name != "a0"]
+
+    def test_an_aborted_request_is_charged_what_was_run_of_it(self):
+        """16 tokens of 62 leave its tenant behind one that had 22, once that one has had them."""
+        assert self.first_after_abort(2) == ["b1", "a2", "b3"]
+        assert self.first_after_abort(6) == ["b1", "b3", "a2"]
+
+    def test_a_preempted_request_is_charged_what_was_run_before(self):
+        rig = Rig(num_blocks=40, max_plans_in_flight=1)
+        rig.add(request_of("a", tuple(range(30)), 2))
+        for _ in range(3):
+            rig.step()
+        rig.lose_worker()
+        refunds = []
+        charge = rig.scheduler._waiting.charge
+        rig.scheduler._waiting.charge = lambda *a, **k: refunds.append(a) or charge(*a, **k)
+        rig.abort("a")
+        assert refunds == [("", 24 - 32)]
+
+
 class TestBatching:
     def test_a_long_prompt_never_stalls_a_decode(self):
         rig = Rig(num_blocks=40)
@@ -275,6 +309,15 @@ class TestPrefixCache:
         assert len(lookups) == 2, "one each"
         rig.drain()
 
+    def test_a_cached_prompt_that_leaves_no_room_for_itself_is_computed_again(self):
+        """Its last block would be copied before it is written, and there is no third block."""
+        rig = Rig(num_blocks=2)
+        for name in "ab":
+            rig.add(request_of(name, tuple(range(8)), 1))
+            rig.drain()
+        assert rig.finished == {"a": Finish.LENGTH, "b": Finish.LENGTH}
+        assert rig.worker.num_run_tokens == 16
+
     def test_generated_blocks_are_found_by_the_next_turn(self):
         rig = Rig()
         rig.add(request_of("a", (1, 2, 3), 6))
@@ -316,6 +359,26 @@ class TestRecurrentModels:
             plan = rig.schedule()
             rig.drain()
         assert rows(plan)[0][0] == 48
+
+    def test_an_abort_with_a_state_under_way_keeps_nothing_of_it(self):
+        rig = self.rig()
+        rig.add(replace(request_of("a", tuple(range(90)), 2), boundaries=(50,)))
+        while not rig.schedule().copies:
+            rig.apply()
+        rig.abort("a")
+        while rig.results:
+            rig.apply()
+        assert rig.kv.used_bytes == 0
+        rig.add(request_of("b", tuple(range(90)), 2))
+        assert rows(rig.schedule())[0][0] == 0
+        rig.drain()
+
+    def test_a_prompt_shorter_than_a_block_waits_for_nobody(self):
+        rig = self.rig()
+        rig.add(request_of("a", tuple(range(90)), 2))
+        rig.add(request_of("b", (0, 1), 2))
+        assert len(rig.schedule().new_sequences) == 2
+        rig.drain()
 
     def test_siblings_wait_for_the_state_where_they_part(self):
         """As long as the first has not passed that place."""

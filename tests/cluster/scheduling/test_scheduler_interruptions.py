@@ -8,6 +8,7 @@ from cluster.kv.hashing import BlockHash
 from cluster.scheduling.errors import ProtocolError
 from cluster.scheduling.plan import FilledBlock, Sampled, StepResult
 from cluster.scheduling.request import Finish
+from tests.cluster.kv.hybrid_machine import layout_of, window
 from tests.cluster.scheduling.rig import Rig, request_of, rows
 
 
@@ -134,6 +135,18 @@ class TestPreemption:
             rig.apply()
         assert rig.scheduler.stats().num_preemptions == 0
         assert rows(rig.schedule()) == [(12, 1, False)], "a takes b's blocks"
+        assert rig.scheduler.stats().num_preemptions == 1
+        rig.drain()
+
+    def test_a_higher_priority_takes_blocks_from_a_decode_that_needs_no_more(self):
+        """A window's decode goes on in the blocks that it leaves behind: waiting for it to lack one takes long."""
+        rig = Rig(layout=layout_of([window(9)], 5, max_model_len=200), max_model_len=200, max_plans_in_flight=1)
+        rig.add(request_of("low", (1, 2, 3), 150))
+        for _ in range(20):
+            rig.step()
+        rig.add(replace(request_of("high", (4, 5, 6), 60), priority=1))
+        for _ in range(60):
+            assert "high" in [update.request_id for update in rig.step()]
         assert rig.scheduler.stats().num_preemptions == 1
         rig.drain()
 

@@ -1,0 +1,188 @@
+"""What goes first when memory is short, where the order of things is unusual."""
+
+import pytest
+
+from cluster.kv import retention
+from cluster.kv.layout import KVGroup, KVLayout, KVPool
+from cluster.kv.manager import KVCacheManager
+from cluster.kv.points import PointKind
+from cluster.kv.spec import ChunkedLocalSpec
+from tests.cluster.kv.test_manager import FULL, SIZE, STATE, WINDOW, Session, chain, kv_of, tokens_of
+
+
+def evict(kv, num_blocks=1):
+    """Make so many more blocks of the first pool empty."""
+    coordinator = kv._coordinator
+    needs = [0] * len(coordinator.pools.pools)
+    needs[0] = coordinator.pools[0].num_empty + num_blocks
+    assert coordinator.make_room(needs)
+    kv.take_resizes()
+    kv.check()
+
+
+class TestRunningSequences:
+    def test_a_leaf_that_has_grown_since_it_was_ranked_stays(self):
+        """It is inner now: the next in line goes instead."""
+        kv = kv_of([FULL], 400, policy="lru")
+        session = Session(kv)
+        prompts = [tokens_of(1000 * i, 17) for i in range(130)]
+        for prompt in prompts:
+            session.run(prompt)
+        evict(kv, kv._coordinator.pools[0].num_evictable - 129)
+        assert session.lookup(prompts[0]).num_tokens == 0, "the oldest went, and all were ranked"
+        longer = [*prompts[1][:16], *tokens_of(900_000, 64)]
+        kv.start(999, kv.get_computed_blocks(chain(longer), 80), chain(longer))
+        kv.allocate(999, 80)
+        kv.register(999, 1, chain(longer)[16:])
+        evict(kv)
+        assert session.lookup(prompts[1]).num_tokens == 16
+        assert session.lookup(prompts[2]).num_tokens == 0
+
+    def test_the_state_that_somebody_is_starting_from_stays(self):
+        """Making room for its copy asks for the one point that ranks lowest: the very one to be copied."""
+        kv, session, prompt, longer = self.inner_and_leaf()
+        computed = session.lookup([*prompt[:32], 7, 8])
+        assert kv.can_allocate(computed, 34)
+        started = kv.start(99, computed, chain([*prompt[:32], 7, 8]))
+        assert len(started.copies) == 1
+        kv.check()
+        kv.release_sources()
+        assert session.lookup(prompt).num_tokens == 32
+        assert session.lookup([*longer[:64], 1]).num_tokens == 32, "the other one went"
+
+    def inner_and_leaf(self):
+        """A prompt with a state at 32 tokens, another that goes on from there to 64, and no state left to take."""
+        groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
+        pools = (KVPool(0, 512, (0,), 12), KVPool(1, 8192, (1,), 9))
+        kv = KVCacheManager(KVLayout(SIZE, groups, pools, 512 * 12 + 8192 * 9, 400))
+        session = Session(kv)
+        prompt = tokens_of(0, 33)
+        session.run(prompt)
+        longer = [*prompt[:32], *tokens_of(500, 33)]
+        session.run(longer)
+        filler = 1000
+        while kv._coordinator.pools[1].num_empty:
+            kv.start(filler, kv.get_computed_blocks(b"", 1))
+            filler += 1
+        assert session.lookup(prompt).num_tokens == 32
+        assert session.lookup([*longer[:64], 1]).num_tokens == 64
+        return kv, session, prompt, longer
+
+    def test_the_state_of_a_point_that_is_only_passed_goes_before_that_of_the_end(self):
+        kv, session, prompt, longer = self.inner_and_leaf()
+        assert kv._coordinator.make_room([0, 1])
+        assert session.lookup(prompt).num_tokens == 0
+        assert session.lookup([*longer[:64], 1]).num_tokens == 64
+        kv.check()
+
+    def test_what_a_running_sequence_holds_of_a_leaf_stays(self):
+        kv = kv_of([FULL, WINDOW], 300)
+        session = Session(kv)
+        prompt = tokens_of(0, 1600)
+        session.run(prompt)
+        half = [*prompt[:800], 5]
+        kv.start(99, kv.get_computed_blocks(chain(half), 801), chain(half))
+        evict(kv, 60)
+        assert session.lookup(half).num_tokens == 800
+
+
+class TestCopiedBlocks:
+    """A prompt sent again copies its last block; until the plan is complete the source is held, without a cursor."""
+
+    def test_the_source_of_a_copy_stays_whatever_its_rank_was(self):
+        kv = kv_of([FULL], 400, policy="lru")
+        session = Session(kv)
+        prompts = [tokens_of(1000 * i, 17)[:16] for i in range(130)]
+        for prompt in prompts:
+            session.run(prompt, [1])
+        evict(kv, kv._coordinator.pools[0].num_evictable - 129)
+        kv.start(999, session.lookup(prompts[1]), chain(prompts[1]))
+        evict(kv)
+        assert session.lookup(prompts[1]).num_tokens == 15
+        assert session.lookup(prompts[2]).num_tokens == 0
+        kv.release_sources()
+        kv.check()
+
+    def test_whoever_ends_there_meanwhile_leaves_it_to_the_next_ranking(self):
+        kv = kv_of([FULL], 20)
+        prompt = tokens_of(0, 48)
+        kv.start(1, kv.get_computed_blocks(chain(prompt), 48), chain(prompt))
+        kv.allocate(1, 48)
+        kv.register(1, 0, chain(prompt))
+        kv.start(2, kv.get_computed_blocks(chain(prompt), 48), chain(prompt))
+        kv.free(1, 48)
+        kv.check()
+        kv.release_sources()
+        kv.free(2, 48)
+        evict(kv, kv._coordinator.pools[0].num_evictable)
+        assert kv.num_cached_blocks == 0
+
+
+class TestChains:
+    def test_nested_prompts_go_altogether_when_all_memory_is_wanted(self):
+        """A point that was inner when it was ranked, and has become a leaf and gone, is passed over."""
+        kv = kv_of([FULL, WINDOW], 600)
+        session = Session(kv)
+        for num_tokens in (33, 65, 129, 1601):
+            session.run(tokens_of(0, num_tokens))
+        evict(kv, kv._coordinator.pools[0].num_evictable)
+        assert kv.snapshot() == []
+        assert kv._coordinator.tree.num_segments == 0
+
+    def test_a_point_that_needs_nothing_is_none(self):
+        """At a chunk's start nothing before it is seen; kept points without blocks would pile up for ever."""
+        kv = kv_of([ChunkedLocalSpec(1, 8, 2 * SIZE)], 12)
+        session = Session(kv)
+        for i in range(30):
+            session.run(tokens_of(1000 * i, 2 * SIZE + 1))
+        assert kv._coordinator.tree.num_segments <= 12
+        assert kv.num_cached_blocks <= 12
+
+
+class TestCheckpoints:
+    def ledger(self):
+        """Three states; an old one is cached, a running sequence holds its own and has none kept yet."""
+        groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
+        pools = (KVPool(0, 512, (0,), 16), KVPool(1, 8192, (1,), 3))
+        kv = KVCacheManager(KVLayout(SIZE, groups, pools, 512 * 16 + 8192 * 3, 400))
+        Session(kv).run(tokens_of(0, 33))
+        tokens = tokens_of(5000, 100)
+        kv.start(99, kv.get_computed_blocks(chain(tokens), 100), chain(tokens))
+        kv.allocate(99, 48)
+        kv.register(99, 0, chain(tokens)[:48])
+        return kv
+
+    def test_one_on_the_way_takes_only_memory_that_lies_idle(self):
+        kv = self.ledger()
+        assert kv.checkpoint(99, 48, PointKind.INTERVAL) == ()
+        assert kv.get_computed_blocks(chain(tokens_of(0, 33)), 33).num_tokens == 32
+
+    def test_one_that_is_worth_more_takes_the_place_of_another(self):
+        kv = self.ledger()
+        assert len(kv.checkpoint(99, 48, PointKind.HEAD)) == 1
+        assert kv.get_computed_blocks(chain(tokens_of(0, 33)), 33).num_tokens == 0
+        kv.check()
+
+
+class TestGhosts:
+    def test_only_so_many_are_remembered(self, monkeypatch):
+        monkeypatch.setattr(retention, "_MAX_GHOSTS", 3)
+        kv = kv_of([FULL], 40)
+        session = Session(kv)
+        for i in range(12):
+            session.run(tokens_of(1000 * i, 161))
+        assert len(kv._coordinator.retention._ghosts) == 3
+
+    @pytest.mark.parametrize("is_forgotten", [False, True])
+    def test_one_that_is_wanted_again_teaches_the_gap(self, is_forgotten):
+        kv = kv_of([FULL], 25, policy="lru")
+        session = Session(kv)
+        first = tokens_of(0, 161)
+        session.run(first)
+        for i in range(1, 4):
+            session.run(tokens_of(1000 * i, 161))
+        assert session.lookup(first).num_tokens == 0
+        if is_forgotten:
+            kv.reset()
+        kv.start(99, session.lookup(first), chain(first))
+        assert kv._coordinator.sequences[99].gap == (-1 if is_forgotten else 4)
