@@ -3,6 +3,7 @@
 import json
 import logging
 import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -210,6 +211,21 @@ def status(address: str, as_json: bool) -> None:
         table.add_row(*_row(mac))
     # Not cut to 80 columns where nobody looks at a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@main.group()
+def worker() -> None:
+    """A worker by itself, without a cluster."""
+
+
+@worker.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    epilog="Example: cidery worker selftest --head-dim 128 --dtype float16",
+)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def selftest(options: tuple[str, ...]) -> None:
+    """Test every Metal kernel against plain MLX on this machine's GPU."""
+    sys.exit(subprocess.call([sys.executable, "-m", "worker.selftest", *options]))
 
 
 def _row(mac: admin_pb2.Mac) -> list[str]:

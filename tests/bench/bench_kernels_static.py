@@ -27,21 +27,11 @@ from tests.msl_host.launch import LaunchRecord
 from worker.metal.decode_plan import plan_verify, seen_ranges
 from worker.metal.kv_pools import slot_bytes_of
 from worker.metal.paged_decode import PagedDecode, choose_launch, cut_for
+from worker.metal.quantized import QuantizedPool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 16
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A quantised pool, as the kernels read it."""
-
-    packed: mx.array
-    scales: mx.array
-    biases: mx.array
-    bits: int
-    group_size: int
 
 
 class Case(Protocol):
@@ -112,9 +102,9 @@ class Decode:
         return counts(host.records, launch.staged_tokens * self.head_dim * (self.bits or self.dtype.size * 8) // 8)
 
 
-def _pool(shape: tuple[int, ...], dtype: mx.Dtype, bits: int, seed: int) -> "mx.array | Packed":
+def _pool(shape: tuple[int, ...], dtype: mx.Dtype, bits: int, seed: int) -> "mx.array | QuantizedPool":
     pool = mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-    return Packed(*mx.quantize(pool, group_size=64, bits=bits), bits, 64) if bits else pool
+    return QuantizedPool(*mx.quantize(pool, group_size=64, bits=bits), bits, 64) if bits else pool
 
 
 def counts(records: Sequence[LaunchRecord], tile_bytes: int) -> Row:

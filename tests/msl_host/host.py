@@ -256,10 +256,14 @@ def _in_place_faults(job: Job, ensure_row_contiguous: bool) -> Iterator[str]:
 
 
 def engine_on_host(monkeypatch: Any, host: MslHost) -> None:
-    """Until the test ends, `worker.metal.dispatch` sees a machine with Metal whose GPU is `host`."""
-    from worker.metal import dispatch
+    """Until the test ends, `worker.metal.dispatch` sees a machine with Metal whose GPU is `host`.
+
+    No test of an earlier start is remembered.
+    """
+    from worker.metal import dispatch, self_test
 
     monkeypatch.setattr(dispatch, "mx", _MlxWithMetal(host))
+    monkeypatch.setattr(self_test, "ResultMemory", lambda needs: None)
 
 
 class _MlxWithMetal:

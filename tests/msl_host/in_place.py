@@ -2,4 +2,6 @@
 
 IN_PLACE: dict[str, tuple[str, ...]] = {
     "cidery_write_kv": ("key_pool", "value_pool"),
+    "cidery_put_blocks": ("pool",),
+    "cidery_write_quantized": ("packed", "scales", "biases"),
 }

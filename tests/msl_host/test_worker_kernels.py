@@ -7,7 +7,7 @@ import pytest
 from tests.msl_host.host import MslHost, engine_on_host
 from worker.batch import DecodeGroup
 from worker.kv_shapes import LayerShape
-from worker.metal import dispatch, self_test, twins
+from worker.metal import dispatch, twins
 from worker.metal.paged_decode import PagedDecode
 from worker.metal.write_kv import WriteKV
 
@@ -21,7 +21,7 @@ def _compiled():
     host = MslHost()
     with host.compiling_ahead():
         for dtype in _TOLERANCE:
-            self_test.run(PagedDecode(host), WriteKV(host), [LayerShape(2, 64, dtype)])
+            dispatch.choose_kernels([LayerShape(2, 64, dtype)], host)
             for case in _CASES:
                 _decode(host, dtype, **case)
 
@@ -92,7 +92,7 @@ def test_write_kv_writes_what_its_twin_writes(dtype):
     pools = [mx.full((8, 16, 64), float("nan"), dtype) for _ in range(4)]
     mx.eval(pools)
     token = WriteKV(MslHost(seeds=_SEEDS))(rows, -rows, slots, pools[0], pools[1])
-    assert mx.array_equal(token, mx.ones(5, mx.uint32))
+    assert token.tolist() == [0]
     twins.write_kv(rows, slots, pools[2])
     twins.write_kv(-rows, slots, pools[3])
     for ours, twin in ((pools[0], pools[2]), (pools[1], pools[3])):
@@ -115,4 +115,4 @@ def test_kernel_with_a_defect_gives_way_to_its_twin(monkeypatch, caplog):
     engine_on_host(monkeypatch, MslHost(in_place={}))
     assert dispatch.choose_kernels([LayerShape(2, 64, mx.float32)]).name == "mlx"
     assert "write-to-input, source line" in caplog.text
-    assert "to_keys[target + i]" in caplog.text
+    assert "target[i] = keys[" in caplog.text

@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from worker.batch import DecodeGroup
 from worker.metal.decode_plan import DecodePlan, plan_decode, seen_ranges
-from worker.metal.kv_pools import KVPool, arrays_of, block_size_of
+from worker.metal.kv_pools import KVPool, arrays_of
 
 
 def paged_decode(
@@ -40,7 +40,7 @@ def attend(
     after: mx.array | None = None,
 ) -> mx.array:
     """`PagedDecode.attend` in float32. Gathers every block of the table, so it costs what the longest row costs."""
-    ids, seen = _visible(plan, block_size_of(key_pool))
+    ids, seen = _visible(plan, key_pool.shape[-2])
     keys, values = (_gather(pool, ids, num_kv_heads, seen) for pool in (key_pool, value_pool))
     return _attend(queries, keys, values, seen, scale, softcap, sinks)
 
@@ -55,7 +55,7 @@ def attend_latent(
     after: mx.array | None = None,
 ) -> mx.array:
     """`PagedDecode.attend_latent` in float32."""
-    ids, seen = _visible(plan, block_size_of(latent_pool))
+    ids, seen = _visible(plan, latent_pool.shape[-2])
     keys = _gather(latent_pool, ids, 1, seen)
     return _attend(queries, keys, keys[..., :value_dim], seen, scale, 0.0, None)
 

@@ -11,9 +11,12 @@ from worker.kv_shapes import LayerShape
 from worker.metal import self_test, twins
 from worker.metal.factory import MetalKernel
 from worker.metal.paged_decode import PagedDecode
-from worker.metal.write_kv import WriteKV
+from worker.metal.self_test import AttentionNeeds
+from worker.metal.self_test_cases import PAGED_DECODE, WRITE_KV
 
 logger = logging.getLogger(__name__)
+
+_SHARED_HEADS = (1, 4, 8)
 
 Decode = Callable[[mx.array, mx.array, mx.array, DecodeGroup, int, float], mx.array]
 Prefill = Callable[[mx.array, mx.array, mx.array, PrefillSpan, int, float], mx.array]
@@ -40,21 +43,34 @@ def twin_kernels() -> Kernels:
 
 
 def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | None = None) -> Kernels:
-    """What runs a model with such layers on this machine.
+    """What runs a model with such layers on this machine; one line of the log says what, and why.
 
     `metal_kernel` is MLX's where Metal is there. The kernels run only if they agree with their twins on this very GPU.
     """
+    memory = None
     if metal_kernel is None:
         if not mx.metal.is_available():
+            logger.info("kernels: plain MLX, because this machine has no Metal")
             return twin_kernels()
         metal_kernel = mx.fast.metal_kernel
+        memory = self_test.ResultMemory(_needs(layers))
     unsupported = sorted({layer.head_dim for layer in layers if not PagedDecode.supports(layer.head_dim)})
     if unsupported:
-        logger.info("metal kernels off: head_dim %s is not a multiple of 4 up to 512", unsupported)
+        logger.info("kernels: plain MLX, because of head_dim %s: a multiple of 4 up to 512 is needed", unsupported)
         return twin_kernels()
+    report = self_test.run((WRITE_KV, PAGED_DECODE), _needs(layers), metal_kernel, memory)
+    if report.failures:
+        logger.info("kernels: plain MLX, because of %s", ", ".join(report.failures))
+        return twin_kernels()
+    logger.info("kernels: Metal, which agreed with plain MLX on this GPU (tested in %.1f s)", report.seconds)
     decode = PagedDecode(metal_kernel)
-    failure = self_test.run(decode, WriteKV(metal_kernel), layers)
-    if failure is not None:
-        logger.warning("metal kernels off, plain MLX instead: %s", failure)
-        return twin_kernels()
     return Kernels("metal paged_decode", decode, twins.paged_prefill, twins.causal, takes_ragged_rows=True)
+
+
+def _needs(layers: Sequence[LayerShape]) -> list[AttentionNeeds]:
+    """What to test for such layers: some numbers of heads that share a KV head, since the layers don't tell theirs."""
+    return [
+        AttentionNeeds(layer.num_kv_heads * shared, layer.num_kv_heads, layer.head_dim, layer.dtype)
+        for layer in dict.fromkeys(layers)
+        for shared in _SHARED_HEADS
+    ]

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-_TAGS = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
+_TAGS = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16", mx.uint32: "u32"}
 
 
 class MetalKernel(Protocol):

@@ -15,7 +15,7 @@ from worker.batch import DecodeGroup
 from worker.metal.decode_plan import Cut, DecodePlan, plan_decode, seen_ranges
 from worker.metal.decode_source import HEADER, merge_source, partials_source, pool_names
 from worker.metal.factory import MetalKernel, dtype_tag
-from worker.metal.kv_pools import KVPool, arrays_of, block_size_of, dtype_of, head_dim_of, slot_bytes_of
+from worker.metal.kv_pools import KVPool, arrays_of, slot_bytes_of
 
 _LANES = 32
 # Output elements that a lane holds for its query heads; with K and V of a tile that stays near 100 registers.
@@ -122,7 +122,7 @@ class PagedDecode:
         if key not in plans:
             ranges = seen_ranges(group.context_lens, window=window, chunk=chunk)
             token_bytes = slot_bytes_of(key_pool) + slot_bytes_of(value_pool)
-            cut = cut_for(queries.shape[1] // num_kv_heads, head_dim_of(value_pool), token_bytes)
+            cut = cut_for(queries.shape[1] // num_kv_heads, value_pool.shape[-1], token_bytes)
             plans[key] = plan_decode(group.block_tables, ranges, num_kv_heads, cut=cut)
         return self.attend(
             queries, key_pool, value_pool, plans[key], num_kv_heads, scale, softcap=softcap, sinks=sinks, after=after
@@ -149,7 +149,7 @@ class PagedDecode:
         """
         _check_pools(key_pool, value_pool, num_kv_heads)
         return self._attend(
-            queries, key_pool, value_pool, head_dim_of(value_pool), plan, num_kv_heads, (scale, softcap), sinks, after
+            queries, key_pool, value_pool, value_pool.shape[-1], plan, num_kv_heads, (scale, softcap), sinks, after
         )
 
     def attend_latent(
@@ -207,7 +207,7 @@ class PagedDecode:
             grid=(threads * num_groups, num_kv_heads * launch.num_splits, 1),
             threadgroup=(threads, 1, 1),
             template=[
-                *(("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", block_size_of(key_pool))),
+                *(("T", dtype), ("D", head_dim), ("DV", value_dim), ("BS", key_pool.shape[-2])),
                 *(("VK", lane_elements(head_dim)[0]), ("VV", lane_elements(value_dim)[0])),
                 *(("G", shared_heads), ("R", num_rows), ("H", launch.num_heads)),
                 *(("NSG", launch.num_simdgroups), ("SPLIT", launch.num_splits), ("STAGE", launch.staged_tokens)),
@@ -266,17 +266,17 @@ class PagedDecode:
 
 def _check_pools(key_pool: KVPool, value_pool: KVPool, num_kv_heads: int) -> None:
     """Raises ValueError for pools that do not go together."""
-    kinds = [None if isinstance(pool, mx.array) else (pool.bits, pool.group_size) for pool in (key_pool, value_pool)]
-    shapes = [arrays_of(pool)[0].shape for pool in (key_pool, value_pool)]
-    if shapes[0][:-1] != shapes[1][:-1] or dtype_of(key_pool) != dtype_of(value_pool) or kinds[0] != kinds[1]:
+    formats = [
+        f"{pool.dtype}" if isinstance(pool, mx.array) else f"{pool.dtype} in {pool.bits} bits by {pool.group_size}"
+        for pool in (key_pool, value_pool)
+    ]
+    if key_pool.shape[:-1] != value_pool.shape[:-1] or formats[0] != formats[1]:
         raise ValueError(
-            f"keys {dtype_of(key_pool)} {shapes[0]} and values {dtype_of(value_pool)} {shapes[1]} (bits and group "
-            f"{kinds[0]}, {kinds[1]}): all but the last axis must agree"
+            f"keys {formats[0]} {key_pool.shape} and values {formats[1]} {value_pool.shape} differ in more "
+            "than the last axis"
         )
-    if kinds[0] is not None and (kinds[0][0] not in (4, 8) or head_dim_of(key_pool) % kinds[0][1]):
-        raise ValueError(f"{kinds[0][0]} bits in groups of {kinds[0][1]}: 4 or 8 bits and whole groups are needed")
-    if len(shapes[0]) == 4 and shapes[0][1] != num_kv_heads:
-        raise ValueError(f"a pool {shapes[0]} has {shapes[0][1]} KV heads, not {num_kv_heads}")
+    if len(key_pool.shape) == 4 and key_pool.shape[1] != num_kv_heads:
+        raise ValueError(f"a pool {key_pool.shape} has {key_pool.shape[1]} KV heads, not {num_kv_heads}")
 
 
 def _check_queries(
@@ -288,13 +288,13 @@ def _check_queries(
         raise ValueError(
             f"queries {queries.shape}: [{plan.num_rows}, a multiple of {num_kv_heads}, 1, head_dim] are needed"
         )
-    if head_dim != head_dim_of(key_pool) or queries.dtype != dtype_of(key_pool):
+    if head_dim != key_pool.shape[-1] or queries.dtype != key_pool.dtype:
         raise ValueError(
-            f"queries {queries.dtype} of {head_dim} do not fit keys {dtype_of(key_pool)} of {head_dim_of(key_pool)}"
+            f"queries {queries.dtype} of {head_dim} do not fit keys {key_pool.dtype} of {key_pool.shape[-1]}"
         )
     if not PagedDecode.supports(head_dim, value_dim):
         raise ValueError(f"heads of {head_dim}, values of {value_dim}: multiples of 4 up to 640 and 512 are supported")
-    if block_size_of(key_pool) % _MAX_STAGED_TOKENS:
-        raise ValueError(f"blocks of {block_size_of(key_pool)} tokens: a multiple of {_MAX_STAGED_TOKENS} is needed")
+    if key_pool.shape[-2] % _MAX_STAGED_TOKENS:
+        raise ValueError(f"blocks of {key_pool.shape[-2]} tokens: a multiple of {_MAX_STAGED_TOKENS} is needed")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks {sinks.shape} for {num_heads} heads")

@@ -1,79 +1,177 @@
-"""Kernels against their twins on the machine's own GPU, before any of them serves a request."""
+"""Kernels against their twins on the machine's own GPU, before any of them serves a request.
 
-from collections.abc import Sequence
+What the kernels are is said in `self_test_cases.py`: one line a family. A family that fails gives way to its twin by
+itself. What passed is remembered for the same chip, macOS, MLX, kernel sources and needs of the model, so that only a
+first start pays for it; a family that ended the process twice is not tried again until one of these changes.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
-from worker.batch import Batch, Span
-from worker.kv_shapes import LayerShape
-from worker.metal import twins
-from worker.metal.paged_decode import PagedDecode
-from worker.metal.write_kv import WriteKV
+from worker.metal.factory import MetalKernel
 
-_BLOCK_SIZE = 16
-_NUM_BLOCKS = 64
-# One token, a partial block, exact blocks, several splits.
-_CONTEXT_LENS = (1, 7, 32, 300)
-_SHARED_HEADS = (1, 4, 8)
-# Relative to outputs of order 1: half precision rounds the result once, reduction order is free.
-_TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+logger = logging.getLogger(__name__)
+
+# What a model needs: `AttentionNeeds`, or shapes that other families know. A family picks what concerns it.
+Needs = Sequence[object]
+# None if the family's kernels are right for all that concerns it, else what went wrong, for people.
+Check = Callable[[MetalKernel, Needs], str | None]
+
+_CACHE = Path.home() / ".cache" / "cidery" / "self_test"
+_SOURCES = Path(__file__).parent
+# One end of the process may have been somebody's kill.
+_MAX_ENDS = 2
 
 
-def run(decode: PagedDecode, write: WriteKV, layers: Sequence[LayerShape]) -> str | None:
-    """None if every kernel agrees for every shape of layer, else what went wrong, for people."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Kernels that stand or fall together."""
+
+    name: str
+    check: Check
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """One kind of attention layer. `bits` 0: its pool is not quantised."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: mx.Dtype
+    block_size: int = 16
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+    bits: int = 0
+    group_size: int = 32
+
+    def __str__(self) -> str:
+        name = f"{self.num_heads} heads over {self.num_kv_heads} of {self.head_dim} {self.dtype}".replace(
+            "mlx.core.", ""
+        )
+        return f"{name}, {self.bits} bits in groups of {self.group_size}" if self.bits else name
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What each family that failed did wrong; which ones were not run, because they passed before."""
+
+    failures: dict[str, str]
+    remembered: frozenset[str]
+    seconds: float
+
+    def works(self, name: str) -> bool:
+        """Whether the family's kernels may run."""
+        return name not in self.failures
+
+
+def run(
+    families: Sequence[Family], needs: Needs, metal_kernel: MetalKernel, memory: "ResultMemory | None" = None
+) -> Report:
+    """Check each family for what a model needs; a failure is logged once and reported. Without `memory` all are run."""
+    started_s = time.monotonic()
+    failures, remembered = {}, set()
+    for family in families:
+        if memory is not None and memory.has_passed(family.name):
+            remembered.add(family.name)
+            continue
+        failure = _check(family, needs, metal_kernel, memory)
+        if failure is not None:
+            failures[family.name] = failure
+            logger.warning("metal kernel %s is off, plain MLX runs in its place: %s", family.name, failure)
+    return Report(failures, frozenset(remembered), time.monotonic() - started_s)
+
+
+def _check(family: Family, needs: Needs, metal_kernel: MetalKernel, memory: "ResultMemory | None") -> str | None:
+    if memory is not None and memory.num_ends(family.name) >= _MAX_ENDS:
+        return "its test ended the process; `cidery worker selftest` tries it again"
+    with memory.trying(family.name) if memory is not None else contextlib.nullcontext():
+        try:
+            failure = family.check(metal_kernel, needs)
+        except (RuntimeError, ValueError) as error:
+            # How MLX reports a kernel that does not compile or cannot be launched.
+            failure = str(error)
+    if failure is None and memory is not None:
+        memory.passed(family.name)
+    return failure
+
+
+class ResultMemory:
+    """Remembers by empty files which families passed for such needs on such a machine, and which are being tried.
+
+    Processes that start together share it without a lock: each has its own file for a trial, named by its pid.
+    """
+
+    def __init__(self, needs: Needs, machine: Sequence[str] | None = None, folder: Path = _CACHE) -> None:
+        parts = [*(machine or this_machine()), kernel_hash(), *map(repr, needs)]
+        self._key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def has_passed(self, name: str) -> bool:
+        """Whether the family passed before."""
+        return self._file(name, "passed").exists()
+
+    def passed(self, name: str) -> None:
+        """The family passes from now on."""
+        self._file(name, "passed").touch()
+
+    def num_ends(self, name: str) -> int:
+        """How many processes ended while they tried the family."""
+        trials = self._folder.glob(f"{self._key}.{name}.*.trial")
+        return sum(not _is_alive(int(trial.name.split(".")[2])) for trial in trials)
+
+    @contextlib.contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """Around a trial, so that its end by a crash is known afterwards."""
+        trial = self._file(name, f"{os.getpid()}.trial")
+        trial.touch()
+        try:
+            yield
+        finally:
+            trial.unlink(missing_ok=True)
+
+    @staticmethod
+    def forget_all(folder: Path = _CACHE) -> None:
+        """Workers test everything again at their next start."""
+        for path in folder.glob("*.*"):
+            path.unlink(missing_ok=True)
+
+    def _file(self, name: str, what: str) -> Path:
+        return self._folder / f"{self._key}.{name}.{what}"
+
+
+def this_machine() -> tuple[str, str, str]:
+    """Chip, system with its build, and MLX."""
+    chip = mx.device_info()
+    return f"{chip['device_name']} {chip['architecture']}", platform.platform(), version("mlx")
+
+
+def kernel_hash() -> str:
+    """Of all sources beside this one."""
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCES.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_alive(pid: int) -> bool:
     try:
-        for layer in dict.fromkeys(layers):
-            failure = _check_write(write, layer) or _check_decode(decode, layer)
-            if failure is not None:
-                return f"{failure} for {layer.num_kv_heads} KV heads of {layer.head_dim} {layer.dtype}"
-    except (RuntimeError, ValueError) as error:
-        # How MLX reports a kernel that does not compile or cannot be launched.
-        return str(error)
-    return None
-
-
-def _pools(layer: LayerShape) -> tuple[mx.array, mx.array]:
-    shape = (_NUM_BLOCKS * layer.num_kv_heads, _BLOCK_SIZE, layer.head_dim)
-    keys, values = (mx.random.normal(shape, key=mx.random.key(seed)).astype(layer.dtype) for seed in (1, 2))
-    mx.eval(keys, values)
-    return keys, values
-
-
-def _check_write(write: WriteKV, layer: LayerShape) -> str | None:
-    """Bit for bit what a scatter writes, and nothing else; a row with slot -1 goes nowhere."""
-    slots = [5, 17, -1, 16 * _BLOCK_SIZE + 15, 0, 33, 64, 90, 2]
-    shape = (len(slots), layer.num_kv_heads, layer.head_dim)
-    rows = mx.random.normal(shape, key=mx.random.key(3)).astype(layer.dtype)
-    written, expected = _pools(layer), _pools(layer)
-    mx.eval(write(rows, -rows, mx.array(slots, mx.int32), *written))
-    for pool, want, content in zip(written, expected, (rows, -rows), strict=True):
-        twins.write_kv(content, mx.array(slots, mx.int32), want)
-        if not mx.array_equal(pool, want).item():
-            return "write_kv differs from its twin"
-    return None
-
-
-def _check_decode(decode: PagedDecode, layer: LayerShape) -> str | None:
-    ids = np.random.RandomState(0).permutation(np.arange(1, _NUM_BLOCKS)).tolist()
-    spans, first = [], 0
-    for length in _CONTEXT_LENS:
-        num_blocks = -(-length // _BLOCK_SIZE)
-        spans.append(Span([0], length - 1, ids[first : first + num_blocks], samples=True))
-        first += num_blocks
-    pools = _pools(layer)
-    (ragged,) = Batch(spans, block_size=_BLOCK_SIZE, decodes_together=True).decode_groups
-    groups = Batch(spans, block_size=_BLOCK_SIZE).decode_groups
-    scale = layer.head_dim**-0.5
-    for shared_heads in _SHARED_HEADS:
-        shape = (len(spans), layer.num_kv_heads * shared_heads, 1, layer.head_dim)
-        queries = mx.random.normal(shape, key=mx.random.key(4)).astype(layer.dtype)
-        ours = decode(queries, *pools, ragged, layer.num_kv_heads, scale).astype(mx.float32)
-        for group in groups:
-            rows = slice(group.first, group.last)
-            twin = twins.paged_decode(queries[rows], *pools, group, layer.num_kv_heads, scale)
-            error = float(mx.abs(ours[rows] - twin.astype(mx.float32)).max())
-            # Not "error > tolerance", which a NaN would pass.
-            if not error <= _TOLERANCE[layer.dtype]:
-                return f"paged_decode differs from its twin by {error:.2g} at {shared_heads} heads a KV head"
-    return None
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

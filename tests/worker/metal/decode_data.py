@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from worker.metal.decode_plan import plan_verify, seen_ranges
+from worker.metal.quantized import QuantizedPool
 
 UNUSED = 1 << 30
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 3e-3, mx.bfloat16: 2e-2}
@@ -40,25 +41,14 @@ class Case:
         return self.name
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What the quantising side hands over."""
-
-    packed: mx.array
-    scales: mx.array
-    biases: mx.array
-    bits: int
-    group_size: int
-
-
 @dataclass
 class Data:
     """Arrays of one case. `ranges` and `lens` by query row; pools as the kernels take them, and what they hold."""
 
     case: Case
     queries: mx.array
-    keys: mx.array | Packed
-    values: mx.array | Packed
+    keys: mx.array | QuantizedPool
+    values: mx.array | QuantizedPool
     table: np.ndarray
     ranges: np.ndarray
     lens: np.ndarray
@@ -128,7 +118,7 @@ def _pool(case, content, unseen):
         )
     )
     nan = mx.array(float("nan"), case.dtype)
-    return Packed(packed, mx.where(mask, nan, scales), mx.where(mask, nan, biases), case.bits, case.group), held
+    return QuantizedPool(packed, mx.where(mask, nan, scales), mx.where(mask, nan, biases), case.bits, case.group), held
 
 
 def _float64(array):

@@ -11,7 +11,7 @@ from worker.kv_shapes import LayerShape
 from worker.metal import twins
 from worker.metal.decode_source import HEADER, merge_source, partials_source
 from worker.metal.dispatch import choose_kernels
-from worker.metal.write_kv import SOURCE as WRITE_SOURCE
+from worker.metal.write_kv import WRITE_SOURCE
 
 _LAYERS = (LayerShape(num_kv_heads=2, head_dim=64, dtype=mx.float32),)
 

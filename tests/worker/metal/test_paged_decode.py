@@ -12,10 +12,11 @@ from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.decode_cases import CASES
-from tests.worker.metal.decode_data import TOLERANCE, Case, Packed, attend, bits_of, error_of, make, reference
+from tests.worker.metal.decode_data import TOLERANCE, Case, attend, bits_of, error_of, make, reference
 from worker.metal import decode_twins
 from worker.metal.decode_plan import plan_decode, seen_ranges
 from worker.metal.paged_decode import PagedDecode
+from worker.metal.quantized import zero_pool
 
 _SEEDS = (0, 20261)
 F32, F16 = mx.float32, mx.float16
@@ -145,7 +146,7 @@ def test_called_with_a_group_it_plans_once_for_alike_layers(monkeypatch):
         ({"queries": (2, 4, 1, 32)}, "of 32 do not fit keys"),
         ({"queries": (1, 4, 1, 64)}, "a multiple of 2"),
         ({"queries": (2, 3, 1, 64)}, "a multiple of 2"),
-        ({"values": (4, 2, 32, 64)}, "all but the last axis"),
+        ({"values": (4, 2, 32, 64)}, "more than the last axis"),
         ({"keys": (4, 1, 16, 64), "values": (4, 1, 16, 64)}, "1 KV heads, not 2"),
         ({"keys": (4, 2, 8, 64), "values": (4, 2, 8, 64)}, "blocks of 8 tokens"),
         ({"values": (4, 2, 16, 66)}, "multiples of 4"),
@@ -165,11 +166,10 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_other_formats_are_refused():
     plan = plan_decode(np.zeros((1, 1), np.int32), seen_ranges([3]), 2)
     zeros, queries = mx.zeros((4, 2, 16, 64)), mx.zeros((1, 4, 1, 64))
-    packed = Packed(mx.zeros((4, 2, 16, 6), mx.uint32), mx.zeros((4, 2, 16, 1)), mx.zeros((4, 2, 16, 1)), 3, 64)
+    packed = [zero_pool(zeros.shape, F32, bits, 32) for bits in (4, 8)]
     decode = PagedDecode(MslHost())
-    with pytest.raises(ValueError, match="3 bits"):
-        decode.attend(queries, packed, packed, plan, 2, 0.3)
-    with pytest.raises(ValueError, match="all but the last axis"):
-        decode.attend(queries, zeros, packed, plan, 2, 0.3)
+    for keys, values in (packed, (zeros, packed[0])):
+        with pytest.raises(ValueError, match="more than the last axis"):
+            decode.attend(queries, keys, values, plan, 2, 0.3)
     with pytest.raises(ValueError, match="float16"):
         decode.attend(queries.astype(F16), zeros, zeros, plan, 2, 0.3)

@@ -1,0 +1,207 @@
+"""Prefill: the kernel on the harness and its twin, both against float64."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.msl_host.host import MslHost
+from tests.msl_host.require import require_toolchain
+from tests.worker.metal.prefill_data import Case, as_float64, make, quantize, reference
+from worker.metal.paged_prefill import PagedPrefill, tile_shape
+from worker.metal.prefill import Prefill, goes_by_gather, twin
+from worker.metal.prefill_rows import PrefillOptions, PrefillRows
+
+_SEEDS = (0, 20261)
+_F32, _F16, _BF16 = mx.float32, mx.float16, mx.bfloat16
+_TOLERANCE = {_F32: 3e-6, _F16: 3e-3, _BF16: 2e-2}
+
+# Head sizes, types, block sizes, tiles shorter and longer than a block, ratios of heads, ragged tails, one token, one
+# block exactly, windows smaller than a block and larger than the context, chunks that end inside of a tile.
+_CASES = [
+    Case(_F16, 64, 16, 2, 3, ((5, 37), (1, 1), (16, 16), (20, 50))),
+    Case(_F32, 64, 32, 1, 8, ((3, 3), (9, 70))),
+    Case(_BF16, 80, 16, 2, 1, ((33, 40), (2, 18)), {"window": 7}),
+    Case(_F32, 96, 16, 1, 4, ((10, 45), (4, 90)), {"window": 20}, has_sinks=True),
+    Case(_BF16, 96, 32, 3, 2, ((1, 33), (7, 7)), {"softcap": 2.0}),
+    Case(_F16, 112, 16, 1, 5, ((12, 60), (1, 40)), {"chunk": 24}),
+    Case(_F16, 128, 32, 1, 7, ((6, 64), (11, 31)), {"window": 500}, skipped_rows=3),
+    Case(_BF16, 128, 16, 2, 4, ((9, 41), (1, 17)), {"softcap": 1.5, "window": 33}, has_sinks=True),
+    Case(_F32, 128, 16, 2, 2, ((17, 29),), {"chunk": 8}, has_sinks=True),
+    Case(_F16, 192, 16, 1, 2, ((18, 35), (2, 2))),
+    Case(_BF16, 256, 32, 1, 4, ((5, 40), (9, 33)), {"window": 16}, has_sinks=True),
+    Case(_F32, 256, 16, 1, 1, ((3, 20),), {"softcap": 3.0}),
+    Case(_BF16, 512, 16, 1, 2, ((9, 20), (1, 17))),
+    Case(_F32, 512, 32, 1, 1, ((10, 19),), {"window": 5}),
+]
+# Type, head_dim, block size, bits, group.
+_QUANTIZED = [(_F16, 64, 16, 8, 32), (_BF16, 128, 32, 4, 64), (_F32, 96, 16, 4, 32), (_F16, 256, 16, 8, 64)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    require_toolchain()
+    host = MslHost()
+    with host.compiling_ahead():
+        for case in _CASES:
+            _run(host, make(case))
+        for case in _QUANTIZED:
+            _run(host, _quantized(*case)[0])
+
+
+def _run(host, data) -> mx.array:
+    return PagedPrefill(host)(data.queries, data.keys, data.values, data.rows, data.options)
+
+
+def _error(ours: mx.array, expected: np.ndarray) -> float:
+    assert ours.shape == expected.shape
+    return np.abs(as_float64(ours) - expected).max()
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_kernel_is_attention_over_what_each_query_sees(case):
+    data = make(case)
+    assert _error(_run(MslHost(seeds=_SEEDS), data), reference(data)) < _TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_twin_is_attention_over_what_each_query_sees(case):
+    data = make(case)
+    ours = twin(data.queries, data.keys, data.values, data.rows, data.options)
+    assert _error(ours, reference(data)) < _TOLERANCE[case.dtype]
+
+
+def _quantized(dtype, head_dim, block_size, bits, group_size):
+    """Data with quantised pools, and what it stands for."""
+    data = make(Case(dtype, head_dim, block_size, 2, 3, ((7, 37), (1, 1), (12, 16)), {"window": 30}))
+    pools = [quantize(pool, bits, group_size) for pool in (data.keys, data.values)]
+    plain = [pool.dequantize(mx.arange(pool.shape[0])) for pool in pools]
+    return replace(data, keys=pools[0], values=pools[1]), replace(data, keys=plain[0], values=plain[1])
+
+
+@pytest.mark.parametrize("case", _QUANTIZED, ids=str)
+def test_quantized_pools_are_read_as_what_they_stand_for(case):
+    data, plain = _quantized(*case)
+    expected = reference(plain)
+    assert _error(_run(MslHost(seeds=_SEEDS), data), expected) < _TOLERANCE[case[0]]
+    assert (
+        _error(Prefill()(data.queries, data.keys, data.values, data.rows, data.options), expected)
+        < (_TOLERANCE[case[0]])
+    )
+
+
+def test_queries_may_be_strided():
+    """The layout of a step of one sequence, `[1, heads, tokens, head_dim]`, is not copied first."""
+    data = make(_CASES[0])
+    heads_first = mx.contiguous(data.queries.swapaxes(0, 1))
+    ours = _run(MslHost(), replace(data, queries=heads_first.swapaxes(0, 1)))
+    assert mx.array_equal(ours, _run(MslHost(), data))
+
+
+def test_tiles_that_no_query_sees_are_not_read():
+    """4 queries at the end of 4096 tokens: a window of 64 costs what a context of 64 costs."""
+    host = MslHost()
+    for options in ({"window": 64}, {"chunk": 64}):
+        _run(host, make(Case(_F16, 64, 16, 1, 8, ((4, 4096),), options)))
+        record = host.records[-1]
+        assert _read(record, "key_pool") <= 3 * 32 * 64 * 2
+        assert record.threadgroup_barriers <= 2 * 3, "two barriers for each of three tiles of 32 keys"
+    causal = Case(_F16, 64, 16, 1, 8, ((64, 64),))
+    _run(host, make(causal))
+    # 16 tiles of 4 tokens each; half of the keys lie above the diagonal.
+    assert _read(host.records[-1], "key_pool") <= (16 / 2 + 2) * 64 * 64 * 2 * 1.2
+
+
+def _read(record, name: str) -> int:
+    return record.buffers[name].bytes_read
+
+
+def test_counts_of_a_tile():
+    """Two barriers a tile of keys, and threadgroup memory within 16 KiB."""
+    host = MslHost()
+    _run(host, make(Case(_F16, 128, 16, 1, 4, ((8, 256),))))
+    record = host.records[-1]
+    assert record.threadgroups == 1
+    assert record.threadgroup_barriers <= 2 * 256 / tile_shape(128, _F16).keys
+    assert record.threadgroup_memory <= 16 * 1024
+
+
+@pytest.mark.parametrize("dtype", [_F32, _F16, _BF16], ids=str)
+def test_every_tile_fits(dtype):
+    for head_dim in range(8, 513, 8):
+        try:
+            tile = tile_shape(head_dim, dtype)
+        except ValueError:
+            assert head_dim > 128
+            continue
+        staged = (1 if tile.one_buffer else 2) * tile.keys * (head_dim * dtype.size + 16)
+        exchanged = tile.simdgroups * 8 * tile.keys * 4 if tile.parts > 1 else 0
+        assert staged + exchanged <= (20 if head_dim > 384 else 16) * 1024
+        assert head_dim // tile.parts <= 128
+        assert tile.rows * tile.parts == 8 * tile.simdgroups
+    with pytest.raises(ValueError, match="head_dim 520"):
+        tile_shape(520, dtype)
+
+
+def test_long_chunks_are_gathered_and_the_others_go_by_tiles():
+    options = PrefillOptions(0.125)
+
+    def goes(num_queries, context_len, shared_heads=8, head_dim=128, options=options, is_quantized=False):
+        return goes_by_gather(num_queries, context_len, shared_heads, head_dim, options, is_quantized=is_quantized)
+
+    assert goes(512, 8192)
+    assert goes(128, 128)
+    assert goes(1024, 4096, shared_heads=1)
+    assert not goes(512, 4096, shared_heads=1)
+    assert not goes(8, 8192)
+    assert not goes(512, 8192, head_dim=112)
+    assert not goes(512, 8192, head_dim=256)
+    assert not goes(512, 8192, is_quantized=True)
+    assert not goes(512, 8192, options=PrefillOptions(0.125, softcap=50.0))
+    assert not goes(512, 8192, options=PrefillOptions(0.125, window=4096))
+    assert goes(512, 4096, options=PrefillOptions(0.125, window=4096))
+    assert goes(512, 8192, options=PrefillOptions(0.125, chunk=8192))
+    assert not goes(512, 8193, options=PrefillOptions(0.125, chunk=8192))
+    assert goes(512, 8192, options=PrefillOptions(0.125, sinks=mx.zeros(8)))
+
+
+def test_sequences_that_go_both_ways_come_out_in_order():
+    """Long, short, short, long: two gathers and one launch of tiles."""
+    case = Case(_F32, 64, 16, 1, 64, ((16, 30), (2, 20), (1, 5), (17, 17)), skipped_rows=2)
+    data = make(case)
+    host = MslHost()
+    ours = Prefill(PagedPrefill(host))(data.queries, data.keys, data.values, data.rows, data.options)
+    assert _error(ours, reference(data)) < _TOLERANCE[_F32]
+    assert len(host.records) == 1
+    assert host.records[0].threadgroups == 2 * 2 * 64 // 32 // 2 + 64 // 32
+
+
+@pytest.mark.parametrize(
+    ("limits", "lens", "tables", "message"),
+    [
+        ([0, 3], [2], [[0]], "3 queries and a context of 2"),
+        ([0, 0], [2], [[0]], "0 queries"),
+        ([0, 3, 4], [4], [[0]], "one limit more"),
+        ([0, 3], [4], [[0], [1]], "one limit more"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(limits, lens, tables, message):
+    with pytest.raises(ValueError, match=message):
+        PrefillRows(limits, lens, tables)
+
+
+def test_inputs_that_do_not_go_together_are_refused():
+    data = make(_CASES[0])
+    kernel = PagedPrefill(MslHost())
+    rest = data.keys, data.values, data.rows, data.options
+    with pytest.raises(ValueError, match="queries are"):
+        kernel(data.queries.astype(_F32), *rest)
+    with pytest.raises(ValueError, match="do not go with pools"):
+        kernel(data.queries[:, :5], *rest)
+    with pytest.raises(ValueError, match="rows of queries"):
+        kernel(data.queries[:7], *rest)
+    with pytest.raises(ValueError, match="do not hold a context"):
+        kernel(data.queries, data.keys, data.values, PrefillRows([0, 5], [37], [[1, 2]]), data.options)
+    with pytest.raises(ValueError, match="at most one"):
+        PrefillOptions(1.0, window=3, chunk=4)

@@ -1,0 +1,150 @@
+"""Writes into pools, bit for bit: kernels on the harness against plain NumPy, and their twins."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.msl_host.arrays import SparsePool
+from tests.msl_host.host import MslHost
+from tests.msl_host.require import require_toolchain
+from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks, tie
+
+_SEEDS = (0, 20261)
+_F32, _F16, _BF16 = mx.float32, mx.float16, mx.bfloat16
+# Pairwise: type, heads, head_dim of keys and of values, block size.
+_WRITES = [
+    (_F32, 2, 64, 64, 16),
+    (_F16, 1, 80, 80, 32),
+    (_BF16, 3, 96, 96, 16),
+    (_F16, 5, 112, 112, 16),
+    (_BF16, 8, 128, 128, 32),
+    (_F32, 4, 192, 128, 32),
+    (_F16, 2, 256, 256, 16),
+    (_BF16, 1, 512, 64, 16),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    require_toolchain()
+    host = MslHost()
+    with host.compiling_ahead():
+        for case in _WRITES:
+            _write(host, *case)
+            _write(host, *case, slots=_MANY)
+        for shape, dtype in _POOLS:
+            _move(host, shape, dtype, [0], [1])
+
+
+def _bits(array: mx.array) -> np.ndarray:
+    return np.array(array.view(mx.uint32 if array.dtype.size == 4 else mx.uint16))
+
+
+def _normal(seed: int, shape, dtype) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+_ONE = (37,)
+_MANY = (17, -1, 3, 63, 32, 64, 95, -1, 31)
+
+
+def _write(host, dtype, heads, head_dim, value_dim, block_size, slots=_ONE):
+    """Pools as they are after the write, and as they should be; the token."""
+    pools = [mx.full((6, heads, block_size, dim), float("nan"), dtype) for dim in (head_dim, value_dim)]
+    expected = [_bits(pool).copy() for pool in pools]
+    # The layout of a step of one sequence: heads first.
+    rows = [
+        _normal(seed, (heads, len(slots), dim), dtype).swapaxes(0, 1) for seed, dim in enumerate([head_dim, value_dim])
+    ]
+    for want, new in zip(expected, rows, strict=True):
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                want[slot // block_size, :, slot % block_size] = _bits(new)[row]
+    mx.eval(pools)
+    token = WriteKV(host)(*rows, mx.array(slots, mx.int32), *pools)
+    return pools, expected, token
+
+
+@pytest.mark.parametrize("slots", [_ONE, _MANY], ids=["one", "many"])
+@pytest.mark.parametrize("case", _WRITES, ids=str)
+def test_rows_go_to_their_slots_and_nowhere_else(case, slots):
+    pools, expected, token = _write(MslHost(seeds=_SEEDS), *case, slots=slots)
+    for pool, want in zip(pools, expected, strict=True):
+        assert np.array_equal(_bits(pool), want)
+    assert token.tolist() == [0]
+
+
+def test_all_rows_skipped_is_a_write_of_nothing():
+    pools, expected, token = _write(MslHost(seeds=_SEEDS), *_WRITES[0], slots=(-1, -1))
+    for pool, want in zip(pools, expected, strict=True):
+        assert np.array_equal(_bits(pool), want)
+    assert token.tolist() == [0]
+
+
+def test_slots_of_a_pool_beyond_32_bits():
+    """2^32 elements in each pool: block 2^21 begins at element 2^31."""
+    heads, block_size, head_dim = 1, 16, 64
+    block = 1 << 21
+    shape = (1 << 22, heads, block_size, head_dim)
+    pools = [SparsePool(shape, _F32, {block: mx.zeros(shape[1:])}) for _ in range(2)]
+    rows = _normal(1, (1, heads, head_dim), _F32)
+    WriteKV(MslHost())(rows, -rows, mx.array([block * block_size + 3], mx.int32), *pools)
+    for pool, sign in zip(pools, (1, -1), strict=True):
+        assert mx.array_equal(pool.rows[block][0, 3], sign * rows[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        (mx.zeros((2, 2, 64), _F16), mx.zeros((2, 2, 64)), "keys"),
+        (mx.zeros((2, 2, 32)), mx.zeros((2, 2, 64)), "keys"),
+        (mx.zeros((2, 2, 64)), mx.zeros((1, 2, 64)), "values"),
+    ],
+)
+def test_rows_that_do_not_fit_their_pool_are_refused(keys, values, message):
+    pool = mx.zeros((4, 2, 16, 64))
+    with pytest.raises(ValueError, match=message):
+        WriteKV(MslHost())(keys, values, mx.zeros(2, mx.int32), pool, pool)
+
+
+# K of two heads, packed K, an odd state, a state of one element in a block.
+_POOLS = [((7, 2, 16, 64), _BF16), ((7, 3, 16, 8), mx.uint32), ((6, 5, 3), _F32), ((9,), _F16)]
+
+
+def _move(host, shape, dtype, sources, targets):
+    pool = (_normal(1, shape, _F32) * 1000).astype(dtype)
+    mx.eval(pool)
+    expected = _bits(pool).copy()
+    expected[targets] = expected[sources]
+    token = move_blocks(PutBlocks(host), pool, mx.array(sources, mx.int32), mx.array(targets, mx.int32))
+    return pool, expected, token
+
+
+@pytest.mark.parametrize("moves", [[(1, 2)], [(1, 2), (2, 3), (3, 1)], [(0, 5), (0, 4), (5, 0)]], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), _POOLS, ids=str)
+def test_moves_of_one_call_chain(shape, dtype, moves):
+    """A target may be another move's source: what was there before the call is what moves."""
+    sources, targets = (list(side) for side in zip(*moves, strict=True))
+    pool, expected, token = _move(MslHost(seeds=_SEEDS), shape, dtype, sources, targets)
+    assert np.array_equal(_bits(pool), expected)
+    assert token.tolist() == [0]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), _POOLS, ids=str)
+def test_blocks_are_filled(shape, dtype):
+    pool = (_normal(1, shape, _F32) * 1000).astype(dtype)
+    mx.eval(pool)
+    expected = _bits(pool).copy()
+    expected[[1, 4]] = 0
+    zeros = mx.broadcast_to(mx.zeros((), dtype), (3, *shape[1:]))
+    PutBlocks(MslHost(seeds=_SEEDS))(zeros, mx.array([4, -1, 1], mx.int32), pool)
+    assert np.array_equal(_bits(pool), expected)
+
+
+def test_contents_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="no blocks of"):
+        PutBlocks(MslHost())(mx.zeros((1, 2)), mx.zeros(1, mx.int32), mx.zeros((4, 3)))
+
+
+def test_a_tied_index_has_the_values_of_the_index():
+    assert tie(mx.array([3, 1], mx.int32), mx.zeros(1, mx.int32)).tolist() == [3, 1]

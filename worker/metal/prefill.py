@@ -1,0 +1,148 @@
+"""Prefill as layers call it: which way each sequence goes; and the way of plain MLX, which is the kernel's twin."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+
+from worker.metal.paged_prefill import PagedPrefill, tile_shape
+from worker.metal.prefill_rows import PrefillOptions, PrefillRows
+from worker.metal.quantized import QuantizedPool
+from worker.metal.write_kv import tie
+
+# Heads for which every MLX 0.32 has a fused kernel of many queries; without one it would write all scores to memory.
+_FUSED_HEAD_DIMS = (64, 80, 128)
+# Query rows of one KV head from which the gather is worth it: see `goes_by_gather`.
+_MIN_GATHER_ROWS = 1024
+
+Pool = mx.array | QuantizedPool
+
+
+class Prefill:
+    """Attention of a step's prefill rows; without a kernel all of it runs in plain MLX."""
+
+    def __init__(self, kernel: PagedPrefill | None = None) -> None:
+        self._kernel = kernel
+
+    def __call__(
+        self,
+        queries: mx.array,
+        key_pool: Pool,
+        value_pool: Pool,
+        rows: PrefillRows,
+        options: PrefillOptions,
+        after: mx.array | None = None,
+    ) -> mx.array:
+        """Shapes, types and errors are those of `PagedPrefill`."""
+        if self._kernel is None:
+            return twin(queries, key_pool, value_pool, rows, options, after)
+        outputs = []
+        for first, last, by_gather in _runs(rows, queries, key_pool, options):
+            attend = twin if by_gather else self._kernel
+            outputs.append(attend(queries, key_pool, value_pool, rows.part(first, last), options, after))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def goes_by_gather(
+    num_queries: int, context_len: int, shared_heads: int, head_dim: int, options: PrefillOptions, *, is_quantized: bool
+) -> bool:
+    """Whether a sequence's keys are gathered into one array for MLX's own attention, rather than read by the tiles.
+
+    MLX has the better tile kernel of each chip (87-98 % of an M3 Ultra's matrix products, tensor units of an M5), so it
+    takes long chunks. The gather reads and writes K and V once, 8 bytes a head element and key in half precision, for
+    4 FLOP a row: at 400 GB/s and 15 TFLOPS it costs 75 / rows of the attention itself, so 7 % at 1024 rows
+    (queries times heads that share a KV head). Short chunks, what MLX has no fused kernel for, and what it would mask
+    rather than skip (a window inside of the context) go by tiles; so do quantised pools, which a gather would blow up.
+    """
+    if is_quantized or options.softcap > 0 or head_dim not in _FUSED_HEAD_DIMS:
+        return False
+    sees_all = options.first_seen(context_len - 1) == 0
+    return sees_all and num_queries * shared_heads >= _MIN_GATHER_ROWS
+
+
+def twin(
+    queries: mx.array,
+    key_pool: Pool,
+    value_pool: Pool,
+    rows: PrefillRows,
+    options: PrefillOptions,
+    after: mx.array | None = None,
+) -> mx.array:
+    """`PagedPrefill` in plain MLX: each sequence gathers the keys that it sees and attends alone."""
+    outputs = []
+    for sequence, (first, count) in enumerate(zip(rows.cu_queries, rows.query_lens, strict=False)):
+        length = rows.context_lens[sequence]
+        oldest = options.first_seen(length - count)
+        block_size = key_pool.shape[2]
+        used = rows.table(sequence)[oldest // block_size : -(-length // block_size)]
+        index = mx.array(used) if after is None else tie(mx.array(used), after)
+        # What comes before or after belongs to others, and might not even be finite.
+        seen = slice(oldest % block_size, length - oldest // block_size * block_size)
+        keys, values = (_gather(pool, index)[:, seen] for pool in (key_pool, value_pool))
+        mine = queries[first : first + count].swapaxes(0, 1)
+        outputs.append(_attend(mine[None], keys[None], values[None], length, options)[0].swapaxes(0, 1))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def supports(head_dim: int, dtype: mx.Dtype) -> bool:
+    """Whether the kernel has a tile for such heads."""
+    try:
+        tile_shape(head_dim, dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def _runs(
+    rows: PrefillRows, queries: mx.array, key_pool: Pool, options: PrefillOptions
+) -> Iterator[tuple[int, int, bool]]:
+    """Sequences `[first, last)` that go the same way, in their order."""
+    shared_heads, head_dim = queries.shape[1] // key_pool.shape[1], queries.shape[2]
+    is_quantized = isinstance(key_pool, QuantizedPool)
+    ways = [
+        goes_by_gather(count, length, shared_heads, head_dim, options, is_quantized=is_quantized)
+        for count, length in zip(rows.query_lens, rows.context_lens, strict=True)
+    ]
+    first = 0
+    for last in range(1, len(ways) + 1):
+        if last == len(ways) or ways[last] != ways[first]:
+            yield first, last, ways[first]
+            first = last
+
+
+def _gather(pool: Pool, index: mx.array) -> mx.array:
+    """Blocks by their ids: `[num_kv_heads, tokens, head_dim]`."""
+    blocks = pool.dequantize(index) if isinstance(pool, QuantizedPool) else pool[index]
+    num_blocks, num_kv_heads, block_size, head_dim = blocks.shape
+    return blocks.swapaxes(0, 1).reshape(num_kv_heads, num_blocks * block_size, head_dim)
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, context_len: int, options: PrefillOptions) -> mx.array:
+    """Shapes: queries and result `[1, num_heads, n, head_dim]`, keys the last ones of the context."""
+    num_queries, num_keys = queries.shape[2], keys.shape[2]
+    mask: mx.array | str = "causal"
+    if options.window or options.chunk:
+        mask = _mask(num_queries, num_keys, context_len, options)
+    if options.softcap == 0:
+        sinks = None if options.sinks is None else options.sinks.astype(queries.dtype)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
+    if isinstance(mask, str):
+        mask = _mask(num_queries, num_keys, context_len, options)
+    _, num_heads, _, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    by_kv_head = queries.reshape(num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
+    scores = (by_kv_head @ keys[0][:, None].swapaxes(-1, -2)).astype(mx.float32) * options.scale
+    scores = mx.where(mask, options.softcap * mx.tanh(scores / options.softcap), -mx.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.astype(mx.float32).reshape(num_kv_heads, -1, 1, 1)
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    weights = mx.softmax(scores, axis=-1)[..., :num_keys].astype(queries.dtype)
+    return (weights @ values[0][:, None]).reshape(queries.shape)
+
+
+def _mask(num_queries: int, num_keys: int, context_len: int, options: PrefillOptions) -> mx.array:
+    """Which keys each query sees: `[num_queries, num_keys]`."""
+    queries = np.arange(context_len - num_queries, context_len)[:, None]
+    keys = np.arange(context_len - num_keys, context_len)
+    oldest = np.array([options.first_seen(int(position)) for position in queries[:, 0]])[:, None]
+    return mx.array((keys <= queries) & (keys >= oldest))

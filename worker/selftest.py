@@ -1,0 +1,52 @@
+"""`cidery worker selftest`: every kernel against its twin on this machine's GPU, now and by hand."""
+
+import argparse
+import logging
+import sys
+
+
+def main() -> int:
+    """Run the tests; 1 if a kernel failed."""
+    options = _parse()
+    # MLX takes a second, which a mistyped option need not.
+    import mlx.core as mx
+
+    from worker.metal import self_test
+    from worker.metal.self_test_cases import FAMILIES
+
+    logging.basicConfig(level=logging.ERROR)
+    if not mx.metal.is_available():
+        sys.stdout.write("This machine has no Metal: workers run in plain MLX, and there is no kernel to test.\n")
+        return 0
+    chip, system, mlx = self_test.this_machine()
+    sys.stdout.write(f"{chip}, {system}, MLX {mlx}\n")
+    needs = [
+        self_test.AttentionNeeds(
+            options.num_heads, options.num_kv_heads, head_dim, getattr(mx, options.dtype), bits=options.bits
+        )
+        for head_dim in options.head_dim
+    ]
+    self_test.ResultMemory.forget_all()
+    has_failed = False
+    for family in FAMILIES:
+        report = self_test.run([family], needs, mx.fast.metal_kernel)
+        result = report.failures.get(family.name, "passed")
+        has_failed |= bool(report.failures)
+        sys.stdout.write(f"{family.name:<20} {report.seconds:6.2f} s  {result}\n")
+    return int(has_failed)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="cidery worker selftest", description=__doc__)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="elements of a head  [64 128]")
+    parser.add_argument("--num-heads", type=int, default=8, help="query heads  [8]")
+    parser.add_argument("--num-kv-heads", type=int, default=2, help="KV heads  [2]")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"), help="[bfloat16]")
+    parser.add_argument(
+        "--bits", type=int, default=8, choices=(0, 4, 8), help="of quantised pools, 0 for plain ones  [8]"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
