@@ -22,6 +22,8 @@ _BACK_END = [
     # The pass skips accesses wider than 16 bytes, so nothing may be vectorised.
     *("-fno-vectorize", "-fno-slp-vectorize"),
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write"),
+    # A loop that asks to be unrolled asks for registers of a GPU; here it would only cost the compiler's time.
+    *("-mllvm", "-pragma-unroll-threshold=0", "-mllvm", "-pragma-unroll-full-max-iterations=0", "-Wno-pass-failed"),
 ]
 _GAP_BYTES = 64
 # A kernel written as a template is only here no kernel, and threadgroup variables belong to kernels.

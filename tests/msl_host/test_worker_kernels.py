@@ -7,7 +7,7 @@ import pytest
 from tests.msl_host.host import MslHost, engine_on_host
 from worker.batch import DecodeGroup
 from worker.kv_shapes import LayerShape
-from worker.metal import dispatch, twins
+from worker.metal import dispatch, self_test, twins
 from worker.metal.paged_decode import PagedDecode
 from worker.metal.write_kv import WriteKV
 
@@ -108,6 +108,17 @@ def test_dispatch_finds_a_gpu_whose_kernels_agree_with_their_twins(monkeypatch, 
     assert dispatch.choose_kernels([LayerShape(2, 64, dtype)]).name == "metal paged_decode"
     assert len(host.records) > 2
     assert not mx.metal.is_available()
+
+
+def test_a_home_that_can_not_be_written_costs_the_memory_only(monkeypatch, caplog):
+    engine_on_host(monkeypatch, MslHost())
+
+    def refuse(needs):
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(self_test, "ResultMemory", refuse)
+    assert dispatch.choose_kernels([LayerShape(2, 64, mx.float16)]).name == "metal paged_decode"
+    assert "each start will test again: read-only file system" in caplog.text
 
 
 def test_kernel_with_a_defect_gives_way_to_its_twin(monkeypatch, caplog):

@@ -1,7 +1,7 @@
 """The one place that decides between a Metal kernel and its MLX twin."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,8 +11,9 @@ from worker.kv_shapes import LayerShape
 from worker.metal import self_test, twins
 from worker.metal.factory import MetalKernel
 from worker.metal.paged_decode import PagedDecode
+from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter
 from worker.metal.self_test import AttentionNeeds
-from worker.metal.self_test_cases import PAGED_DECODE, WRITE_KV
+from worker.metal.self_test_cases import IN_PLACE, PAGED_DECODE, WRITE_KV
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ Causal = Callable[[mx.array, mx.array, mx.array, float], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What attention runs on; `name` is for people.
+    """What attention runs on; `name` is for people, `failed` are the kernels that the self-test turned off.
 
     `takes_ragged_rows`: one launch of `paged_decode` serves rows of any context lengths without padding or masks.
     """
@@ -35,11 +36,14 @@ class Kernels:
     paged_prefill: Prefill
     causal: Causal
     takes_ragged_rows: bool
+    failed: tuple[str, ...] = ()
 
 
-def twin_kernels() -> Kernels:
+def twin_kernels(failed: Iterable[str] = ()) -> Kernels:
     """Everything in plain MLX."""
-    return Kernels("mlx", twins.paged_decode, twins.paged_prefill, twins.causal, takes_ragged_rows=False)
+    return Kernels(
+        "mlx", twins.paged_decode, twins.paged_prefill, twins.causal, takes_ragged_rows=False, failed=tuple(failed)
+    )
 
 
 def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | None = None) -> Kernels:
@@ -53,7 +57,10 @@ def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | Non
             logger.info("kernels: plain MLX, because this machine has no Metal")
             return twin_kernels()
         metal_kernel = mx.fast.metal_kernel
-        memory = self_test.ResultMemory(_needs(layers))
+        try:
+            memory = self_test.ResultMemory(_needs(layers))
+        except OSError as error:
+            logger.warning("results of the self-test can't be kept, each start will test again: %s", error)
     unsupported = sorted({layer.head_dim for layer in layers if not PagedDecode.supports(layer.head_dim)})
     if unsupported:
         logger.info("kernels: plain MLX, because of head_dim %s: a multiple of 4 up to 512 is needed", unsupported)
@@ -61,10 +68,17 @@ def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | Non
     report = self_test.run((WRITE_KV, PAGED_DECODE), _needs(layers), metal_kernel, memory)
     if report.failures:
         logger.info("kernels: plain MLX, because of %s", ", ".join(report.failures))
-        return twin_kernels()
+        return twin_kernels(report.failures)
     logger.info("kernels: Metal, which agreed with plain MLX on this GPU (tested in %.1f s)", report.seconds)
     decode = PagedDecode(metal_kernel)
     return Kernels("metal paged_decode", decode, twins.paged_prefill, twins.causal, takes_ragged_rows=True)
+
+
+def choose_writer(metal_kernel: MetalKernel | None, report: self_test.Report | None) -> PoolWriter:
+    """In place where the self-test of this very GPU passed for it, else MLX's scatter."""
+    if metal_kernel is not None and report is not None and report.works(IN_PLACE.name):
+        return InPlaceWriter(metal_kernel)
+    return ScatterWriter()
 
 
 def _needs(layers: Sequence[LayerShape]) -> list[AttentionNeeds]:

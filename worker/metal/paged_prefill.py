@@ -124,6 +124,7 @@ _SOURCE = r"""
 
   simdgroup_matrix<T, 8, 8> query[PART / 8];
   simdgroup_float8x8 acc[PART / 8];
+  UNROLL
   for (int d = 0; d < PART / 8; d++) {
     acc[d] = simdgroup_float8x8(0.0f);
     for (int e = 0; e < 2; e++) {
@@ -144,10 +145,13 @@ _SOURCE = r"""
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     simdgroup_float8x8 score[BK / 8];
+    UNROLL
     for (int j = 0; j < BK / 8; j++) {
       score[j] = simdgroup_float8x8(0.0f);
     }
+    UNROLL
     for (int d = 0; d < PART / 8; d++) {
+      UNROLL
       for (int j = 0; j < BK / 8; j++) {
         simdgroup_matrix<T, 8, 8> key;
         simdgroup_load(key, keys + j * 8 * LD + part * PART + d * 8, LD, ulong2(0), true);
@@ -155,6 +159,7 @@ _SOURCE = r"""
       }
     }
     if (PARTS > 1) {
+      UNROLL
       for (int j = 0; j < BK / 8; j++) {
         simdgroup_store(score[j], exchange + (strip * PARTS + part) * 8 * BK + j * 8, BK);
       }
@@ -167,6 +172,7 @@ _SOURCE = r"""
     }
 
     float best = top;
+    UNROLL
     for (int j = 0; j < BK / 8; j++) {
       for (int e = 0; e < 2; e++) {
         float x = score[j].thread_elements()[e];
@@ -190,6 +196,7 @@ _SOURCE = r"""
     const float fade = fast::exp2(top - best);
     float added = 0.0f;
     simdgroup_matrix<T, 8, 8> weights[BK / 8];
+    UNROLL
     for (int j = 0; j < BK / 8; j++) {
       for (int e = 0; e < 2; e++) {
         const float x = score[j].thread_elements()[e];
@@ -204,9 +211,11 @@ _SOURCE = r"""
     if (ONE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    UNROLL
     for (int d = 0; d < PART / 8; d++) {
       acc[d].thread_elements()[0] *= fade;
       acc[d].thread_elements()[1] *= fade;
+      UNROLL
       for (int j = 0; j < BK / 8; j++) {
         simdgroup_matrix<T, 8, 8> value;
         simdgroup_load(value, values + j * 8 * LD + part * PART + d * 8, LD);
@@ -225,6 +234,7 @@ _SOURCE = r"""
     }
     weight = sum > 0.0f ? weight / sum : 0.0f;
     const int64_t to = ((token - ints[3]) * num_kv_heads * shared_heads + head) * D + part * PART + column;
+    UNROLL
     for (int d = 0; d < PART / 8; d++) {
       for (int e = 0; e < 2; e++) {
         out[to + d * 8 + e] = T(acc[d].thread_elements()[e] * weight);
@@ -236,7 +246,8 @@ _SOURCE = r"""
 
 def _source(stage: str) -> str:
     lines = {"STAGE_KEYS": ("keys", "key_"), "STAGE_VALUES": ("values", "value_")}
-    source = _SOURCE
+    # Matrices that are indexed by a loop that is one still would live in memory.
+    source = _SOURCE.replace("UNROLL", '_Pragma("clang loop unroll(full)")')
     for mark, (tile, prefix) in lines.items():
         source = source.replace(mark, stage.format(tile=tile, prefix=prefix))
     return source

@@ -66,15 +66,16 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What each family that failed did wrong; which ones were not run, because they passed before."""
+    """Families that passed, now or (`remembered`) before; what each family that failed did wrong."""
 
-    failures: dict[str, str]
+    passed: frozenset[str]
     remembered: frozenset[str]
+    failures: dict[str, str]
     seconds: float
 
     def works(self, name: str) -> bool:
-        """Whether the family's kernels may run."""
-        return name not in self.failures
+        """Whether the family's kernels may run. A family that was not tested does not work."""
+        return name in self.passed
 
 
 def run(
@@ -82,16 +83,19 @@ def run(
 ) -> Report:
     """Check each family for what a model needs; a failure is logged once and reported. Without `memory` all are run."""
     started_s = time.monotonic()
-    failures, remembered = {}, set()
+    passed, remembered, failures = set(), set(), {}
     for family in families:
         if memory is not None and memory.has_passed(family.name):
             remembered.add(family.name)
             continue
         failure = _check(family, needs, metal_kernel, memory)
-        if failure is not None:
+        if failure is None:
+            passed.add(family.name)
+        else:
             failures[family.name] = failure
             logger.warning("metal kernel %s is off, plain MLX runs in its place: %s", family.name, failure)
-    return Report(failures, frozenset(remembered), time.monotonic() - started_s)
+    seconds = time.monotonic() - started_s
+    return Report(frozenset(passed | remembered), frozenset(remembered), failures, seconds)
 
 
 def _check(family: Family, needs: Needs, metal_kernel: MetalKernel, memory: "ResultMemory | None") -> str | None:

@@ -192,10 +192,12 @@ def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> li
             noise = _normal(100 + step * _CHAIN_LAYERS + layer, *hidden.shape, dtype=need.dtype)
             new = (hidden * 0.5 + noise)[:, : need.num_kv_heads]
             writer.write(pools, [new, -new], slots)
+            # A kernel takes the token, plain MLX ties its index to it.
+            attend = prefill.twin if layer % 2 else kernel
             hidden = writer.read(
                 pools,
                 # Called before the loop goes on.
-                lambda keys, values, after: kernel(hidden, keys, values, rows, options, after),  # noqa: B023
+                lambda keys, values, after: attend(hidden, keys, values, rows, options, after),  # noqa: B023
             )
         writer.commit(hidden)
         results.append(hidden)
@@ -205,6 +207,7 @@ def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> li
 
 WRITE_KV = Family("write_kv", _attention(check_write))
 PAGED_DECODE = Family("paged_decode", _attention(check_decode))
+IN_PLACE = Family("in_place", _attention(check_in_place))
 
 FAMILIES = (
     WRITE_KV,
@@ -215,5 +218,5 @@ FAMILIES = (
     Family("write_quantized", _attention(check_quantized)),
     Family("paged_prefill", _attention(check_prefill)),
     Family("rope", _attention(check_rope)),
-    Family("in_place", _attention(check_in_place)),
+    IN_PLACE,
 )

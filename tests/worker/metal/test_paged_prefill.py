@@ -5,7 +5,10 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.prefill_data import Case, as_float64, make, quantize, reference
@@ -72,6 +75,20 @@ def test_twin_is_attention_over_what_each_query_sees(case):
     assert _error(ours, reference(data)) < _TOLERANCE[case.dtype]
 
 
+_SEQUENCE = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair)))
+_REACH = st.one_of(st.just({}), *(st.fixed_dictionaries({name: st.integers(1, 70)}) for name in ("window", "chunk")))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(_SEQUENCE, min_size=1, max_size=3), _REACH, st.integers(1, 2), st.integers(1, 9), st.integers(0, 2))
+def test_any_lengths_and_reaches(sequences, reach, num_kv_heads, shared_heads, skipped_rows):
+    """Of one variant: all of these are arguments of the launch."""
+    data = make(Case(_F32, 16, 16, num_kv_heads, shared_heads, tuple(sequences), reach, skipped_rows=skipped_rows))
+    expected = reference(data)
+    assert _error(_run(MslHost(), data), expected) < _TOLERANCE[_F32]
+    assert _error(Prefill()(data.queries, data.keys, data.values, data.rows, data.options), expected) < _TOLERANCE[_F32]
+
+
 def _quantized(dtype, head_dim, block_size, bits, group_size):
     """Data with quantised pools, and what it stands for."""
     data = make(Case(dtype, head_dim, block_size, 2, 3, ((7, 37), (1, 1), (12, 16)), {"window": 30}))
@@ -96,6 +113,19 @@ def test_queries_may_be_strided():
     data = make(_CASES[0])
     heads_first = mx.contiguous(data.queries.swapaxes(0, 1))
     ours = _run(MslHost(), replace(data, queries=heads_first.swapaxes(0, 1)))
+    assert mx.array_equal(ours, _run(MslHost(), data))
+
+
+def test_blocks_of_a_pool_beyond_32_bits():
+    """2^32 elements in each pool: block 2^21 begins at element 2^31. No other block is there to be read."""
+    data = make(Case(_F16, 64, 16, 1, 4, ((9, 30),)))
+    first = 1 << 21
+    far = PrefillRows([0, 9], [30], [[first, first + 1]])
+    pools = []
+    for pool in (data.keys, data.values):
+        blocks = {first + index: pool[int(block)] for index, block in enumerate(data.rows.table(0)[:2])}
+        pools.append(SparsePool((1 << 22, *pool.shape[1:]), _F16, blocks))
+    ours = PagedPrefill(MslHost())(data.queries, *pools, far, data.options)
     assert mx.array_equal(ours, _run(MslHost(), data))
 
 
@@ -125,6 +155,8 @@ def test_counts_of_a_tile():
     assert record.threadgroups == 1
     assert record.threadgroup_barriers <= 2 * 256 / tile_shape(128, _F16).keys
     assert record.threadgroup_memory <= 16 * 1024
+    for pool in ("key_pool", "value_pool"):
+        assert _read(record, pool) == record.buffers[pool].unique_bytes_read == 256 * 128 * 2, "once for all 4 heads"
 
 
 @pytest.mark.parametrize("dtype", [_F32, _F16, _BF16], ids=str)

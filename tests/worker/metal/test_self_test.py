@@ -9,6 +9,8 @@ import pytest
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from worker.metal import self_test, self_test_cases
+from worker.metal.dispatch import choose_writer
+from worker.metal.pool_writer import InPlaceWriter, ScatterWriter
 from worker.metal.self_test import AttentionNeeds, Family, ResultMemory, run
 from worker.metal.self_test_cases import FAMILIES
 
@@ -49,6 +51,8 @@ def test_all_families_pass_for_what_models_need():
     host = MslHost()
     report = run(FAMILIES, _NEEDS, host)
     assert report.failures == {}
+    assert all(report.works(family.name) for family in FAMILIES)
+    assert isinstance(choose_writer(host, report), InPlaceWriter)
     ran = {record.kernel for record in host.records}
     for kernel in ("write_kv", "put_blocks", "write_quantized", "paged_prefill", "paged_decode", "rope", "join"):
         assert any(kernel in name for name in ran), kernel
@@ -71,7 +75,9 @@ def test_a_broken_kernel_is_named_and_the_others_still_run(caplog, family, kerne
     report = run([FAMILIES[0], *(f for f in FAMILIES[1:] if f.name in (family, "rope"))], _NEEDS[:1], broken)
     assert broken.has_edited
     assert set(report.failures) == {family}
+    assert report.works("rope") == (family != "rope")
     assert not report.works(family)
+    assert isinstance(choose_writer(broken, report), ScatterWriter)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         f"metal kernel {family} is off, plain MLX runs in its place: {report.failures[family]}"
     ]
@@ -140,6 +146,11 @@ def test_trial_of_a_process_that_still_runs_is_no_end(tmp_path):
     memory = _memory(tmp_path)
     with memory.trying("slow"):
         assert memory.num_ends("slow") == 0
+
+
+def test_pools_are_written_by_scatter_where_nothing_was_tested():
+    assert isinstance(choose_writer(None, None), ScatterWriter)
+    assert isinstance(choose_writer(MslHost(), run([], _NEEDS, None)), ScatterWriter)
 
 
 def test_names_of_families_are_their_own():
