@@ -162,8 +162,6 @@ def _make_visible(ir: str) -> str:
     variable = r"^(@\S+ = )internal (?:unnamed_addr )?global (.+ (?:undef|poison))(?:, comdat[^,\n]*)?, align"
     ir = re.sub(variable, in_section, ir, flags=re.MULTILINE)
     ir = re.sub(r"\bnorecurse\b", "", ir)
-    # Unrolling on demand is for a GPU's registers; here it takes three times as long to compile.
-    ir = ir.replace('!"llvm.loop.unroll.full"', '!"llvm.loop.as_it_comes"')
     return re.sub(r"^(attributes #\d+ = \{)", r"\1 sanitize_thread", ir, flags=re.MULTILINE)
 
 
