@@ -1,4 +1,4 @@
-"""The admin face: fleet, index, explain, drain. gRPC calls it, and HTTP shows the same messages as JSON."""
+"""The admin face: fleet, index, explain, drain and their kin. gRPC calls it; HTTP shows the same messages as JSON."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -13,9 +13,9 @@ from cluster.kv.hashing import hash_blocks
 from cluster.kv.stats import KVStats
 from cluster.kv_manager import ManagerStatus
 from cluster.ray_calls import ActorCaller, manager_name
+from cluster.routing.decision import Explanation, RouteQuery
 from cluster.routing.index import IndexStats
 from cluster.routing.mac import MacState, MacStatus
-from cluster.routing.router import Decision, RouteQuery
 from cluster.served_models import ServedModels
 from protos.cidery.v1 import admin_pb2
 
@@ -27,6 +27,7 @@ _STATES = {
     MacState.READY: admin_pb2.MAC_STATE_READY,
     MacState.DRAINING: admin_pb2.MAC_STATE_DRAINING,
     MacState.LOST: admin_pb2.MAC_STATE_LOST,
+    MacState.CORDONED: admin_pb2.MAC_STATE_CORDONED,
 }
 
 
@@ -58,12 +59,18 @@ class AdminServicer:
                 admin_pb2.MacIndex(
                     mac=each.mac,
                     epoch=each.epoch,
-                    next_seq=each.next_seq or 0,
-                    num_blocks=each.num_blocks,
-                    num_events=each.num_events,
-                    num_gaps=each.num_gaps,
+                    next_seq=content.next_seq,
+                    num_blocks=sum(content.num_blocks_by_group),
+                    num_events=content.num_events,
+                    num_gaps=content.num_gaps,
+                    is_synced=content.is_synced,
+                    num_blocks_by_group=content.num_blocks_by_group,
+                    num_no_effect_events=content.num_no_effect,
+                    num_repeated=content.num_repeated,
+                    num_unknown_parents=content.num_unknown_parents,
+                    num_digest_mismatches=content.num_digest_mismatches,
                 )
-                for each in sorted(stats.macs, key=lambda each: each.mac)
+                for each, content in sorted(((mac, mac.content) for mac in stats.macs), key=lambda pair: pair[0].mac)
             ],
         )
 
@@ -96,6 +103,29 @@ class AdminServicer:
         await self._remember(request.mac, is_draining=True)
         return admin_pb2.DrainResponse(mac=await self._one(request.mac))
 
+    async def Cordon(  # noqa: N802
+        self, request: admin_pb2.CordonRequest, context: grpc.aio.ServicerContext | None
+    ) -> admin_pb2.CordonResponse:
+        """See admin.proto."""
+        await self._router("cordon", _named(request.mac), request.note)
+        await self._remember(request.mac, is_draining=False, cordon=request.note)
+        return admin_pb2.CordonResponse(mac=await self._one(request.mac))
+
+    async def GetPlacement(  # noqa: N802
+        self, request: admin_pb2.GetPlacementRequest, context: grpc.aio.ServicerContext | None
+    ) -> admin_pb2.GetPlacementResponse:
+        """See admin.proto."""
+        models: dict[str, dict[str, MacState]] = await self._router("models")
+        return admin_pb2.GetPlacementResponse(
+            models=[
+                admin_pb2.Placement(
+                    model=model,
+                    macs=[admin_pb2.PlacedMac(mac=mac, state=_STATES[macs[mac]]) for mac in sorted(macs)],
+                )
+                for model, macs in sorted(models.items())
+            ]
+        )
+
     async def Resume(  # noqa: N802
         self, request: admin_pb2.ResumeRequest, context: grpc.aio.ServicerContext | None
     ) -> admin_pb2.ResumeResponse:
@@ -109,9 +139,9 @@ class AdminServicer:
         by_name = {mac.name: mac for mac in fleet.macs}
         return by_name[name]
 
-    async def _remember(self, mac: str, *, is_draining: bool) -> None:
-        """Tells the Mac itself, which outlives a router; one that is away comes back without a drain."""
-        await _within(_STATUS_TIMEOUT_S, self._manager(mac)("set_draining", is_draining))
+    async def _remember(self, mac: str, *, is_draining: bool, cordon: str | None = None) -> None:
+        """Tells the Mac itself, which outlives a router; one that is away comes back without the mark."""
+        await _within(_STATUS_TIMEOUT_S, self._manager(mac)("set_marks", is_draining, cordon))
 
     async def _manager_status(self, mac: str) -> ManagerStatus | None:
         status: ManagerStatus | None = await _within(_STATUS_TIMEOUT_S, self._manager(mac)("status"))
@@ -149,6 +179,16 @@ def _mac(status: MacStatus, manager: ManagerStatus | None) -> admin_pb2.Mac:
             num_decoding=load.num_decoding,
         ),
         prefill_tokens_per_s=status.prefill_tokens_per_s,
+        decode_step_s=status.decode_step_s,
+        hot_tokens=status.hot_tokens,
+        drift=admin_pb2.Drift(
+            num_requests=status.drift.num_requests,
+            num_predicted_tokens=status.drift.num_predicted_tokens,
+            num_actual_tokens=status.drift.num_actual_tokens,
+            num_error_tokens=status.drift.num_error_tokens,
+            is_alarming=status.drift.is_alarming,
+        ),
+        note=status.note,
     )
     if manager is not None:
         message.worker_memory_bytes = manager.worker_memory_bytes
@@ -192,23 +232,32 @@ def _kv_cache(stats: KVStats) -> admin_pb2.KVCache:
     )
 
 
-def _explanation(decision: Decision) -> admin_pb2.ExplainResponse:
+def _explanation(explained: Explanation) -> admin_pb2.ExplainResponse:
     return admin_pb2.ExplainResponse(
-        request_id=decision.request_id,
-        num_prompt_tokens=decision.num_tokens,
-        chosen=decision.mac,
-        reason=decision.reason,
+        request_id=explained.request_id,
+        num_prompt_tokens=explained.num_tokens,
+        chosen=explained.decision.mac if explained.decision else "",
+        reason=explained.reason,
+        policy=explained.policy,
         candidates=[
             admin_pb2.Candidate(
                 mac=each.mac,
                 num_matched_tokens=each.num_matched_tokens,
                 num_prefill_tokens=each.num_prefill_tokens,
-                wait_s=each.wait_s,
-                prefill_s=each.prefill_s,
-                decode_s=each.decode_s,
+                wait_s=each.terms.wait_s,
+                prefill_s=each.terms.prefill_s,
+                decode_s=each.terms.decode_s,
                 total_s=each.total_s,
                 excluded=each.excluded,
+                num_held_tokens=each.num_held_tokens,
+                groups=[
+                    admin_pb2.GroupDepth(group=depth.group, kind=depth.kind, num_tokens=depth.num_tokens)
+                    for depth in each.groups
+                ],
+                shared_s=each.terms.shared_s,
+                stall_s=each.terms.stall_s,
+                pressure_s=each.terms.pressure_s,
             )
-            for each in decision.candidates
+            for each in explained.candidates
         ],
     )

@@ -1,4 +1,4 @@
-"""The command line: `cidery serve | chat | generate | status | kv`."""
+"""The command line: `cidery serve | chat | generate | status | kv | models | simulate`."""
 
 import json
 import logging
@@ -27,6 +27,10 @@ from cluster.config import (
 from cluster.errors import CideryError
 from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
+from cluster.models_cli import models
+from cluster.routing.config import POLICIES as ROUTING_POLICIES
+from cluster.routing.config import RoutingConfig
+from cluster.simulate import simulate
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -45,10 +49,14 @@ def main() -> None:
     cidery chat                       talk to it
     cidery status                     what the fleet is doing
     cidery kv plan ./Qwen3-8B         how its KV memory would be cut
+    cidery simulate trace.jsonl       what a fleet would do with these requests
+    cidery models supported           which model families run, and how
     """
 
 
 main.add_command(kv)
+main.add_command(simulate)
+main.add_command(models)
 
 
 @main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")
@@ -90,8 +98,21 @@ main.add_command(kv)
     metavar="NAME=WEIGHT",
     help="Share of a busy Mac, in proportion to others' (1 unless given); may be repeated.",
 )
+@click.option(
+    "--routing-policy",
+    type=click.Choice(ROUTING_POLICIES),
+    default=ROUTING_POLICIES[0],
+    show_default=True,
+    help="How a Mac is chosen; all but the first are there to be compared with.",
+)
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
+@click.option(
+    "--request-log",
+    default=None,
+    type=click.Path(dir_okay=False),
+    help="Append lengths and keyed hashes of every request to this file, for `cidery simulate`; no text.",
+)
 @click.option("--json", "prints_json", is_flag=True, help="When ready, print the addresses as one JSON line.")
 @click.option("--verbose", is_flag=True, help="Log every request.")
 def serve(**options: Any) -> None:
@@ -120,9 +141,15 @@ def serve(**options: Any) -> None:
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         )
         gateway = GatewayConfig(
-            options["host"], options["grpc_port"], options["http_port"], dict(options["tenant_weights"])
+            options["host"],
+            options["grpc_port"],
+            options["http_port"],
+            dict(options["tenant_weights"]),
+            options["request_log"],
         )
-        config = ServeConfig(FleetConfig(mac, options["address"], options["macs"]), gateway, options["prints_json"])
+        routing = RoutingConfig(policy=options["routing_policy"])
+        fleet = FleetConfig(mac, options["address"], options["macs"], routing)
+        config = ServeConfig(fleet, gateway, options["prints_json"])
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

@@ -23,8 +23,9 @@ from cluster.kv.hashing import hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
 from cluster.ray_calls import ActorCaller
+from cluster.request_log import RequestLog
 from cluster.router_actor import RequestNotes
-from cluster.routing.router import Decision, RouteQuery
+from cluster.routing.decision import Decision, RouteQuery
 from cluster.sampling import SamplingRequest, check_token_ids, resolve
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
 from cluster.served_models import ServedModel
@@ -50,6 +51,8 @@ class Job:
     asked: SamplingRequest
     arrived_s: float
     handling: Handling
+    # When the client gives up, by the monotonic clock; None: never.
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class _Progress:
     first_token_s: float = 0.0
     mac: str = ""
     num_tries: int = 0
+    has_finished: bool = False
 
 
 class _AnswerText:
@@ -120,12 +124,19 @@ class _AnswerText:
 class Conductor:
     """Serves requests; `run_notes` must run beside it, because it carries bookings back to the router."""
 
-    def __init__(self, router: ActorCaller, metrics: Metrics, tenant_weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        router: ActorCaller,
+        metrics: Metrics,
+        tenant_weights: Mapping[str, float],
+        request_log: RequestLog | None = None,
+    ) -> None:
         self._router = router
+        self._request_log = request_log
         self._metrics = metrics
+        self._first_token: list[tuple[str, int]] = []
+        self._ended: list[tuple[str, int | None]] = []
         self._tenant_weights = tenant_weights
-        self._first_token: list[str] = []
-        self._ended: list[str] = []
         self._lost: list[tuple[str, int]] = []
         self._has_notes = asyncio.Event()
         self._links = MacLinks(self._mac_lost)
@@ -140,14 +151,17 @@ class Conductor:
         progress = _Progress()
         finish: Finish | None = None
         with self._metrics.request(job.model.name) as observed:
-            async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
-                async for update in updates:
-                    observed.tokens(len(update.token_ids))
-                    yield TextChunk(text.push(update), update.token_ids, update.logprobs)
-                    finish = update.finish
-                    if text.stop is not None:
-                        finish = Finish.STOP
-                        break
+            try:
+                async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
+                    async for update in updates:
+                        observed.tokens(len(update.token_ids))
+                        yield TextChunk(text.push(update), update.token_ids, update.logprobs)
+                        finish = update.finish
+                        if text.stop is not None:
+                            finish = Finish.STOP
+                            break
+            finally:
+                self._log(job, max_tokens, progress, finish)
             assert finish is not None
             completed = _completed(job, progress, finish, sampling.seed, text.stop)
             observed.completed(completed)
@@ -201,6 +215,7 @@ class Conductor:
                 try:
                     async with aclosing(self._run_on(decision, job, request, progress)) as updates:
                         async for update in updates:
+                            progress.has_finished = update.finish is not None
                             yield update
                     return
                 except (MacLost, Overloaded) as error:
@@ -213,7 +228,7 @@ class Conductor:
                     if progress.num_tries == MAX_TRIES:
                         raise
         finally:
-            self._ended.append(job.request_id)
+            self._ended.append((job.request_id, len(progress.token_ids) if progress.has_finished else None))
             self._has_notes.set()
 
     async def _run_on(
@@ -229,7 +244,7 @@ class Conductor:
                     progress.first_token_s = time.monotonic() - job.arrived_s
                 if not is_noted:  # each Mac's booking for itself
                     is_noted = True
-                    self._first_token.append(job.request_id)
+                    self._first_token.append((job.request_id, update.num_cached_tokens))
                     self._has_notes.set()
                 if progress.num_cached_tokens is None:
                     progress.num_cached_tokens = update.num_cached_tokens
@@ -248,6 +263,11 @@ class Conductor:
             num_tokens=len(request.token_ids),
             max_tokens=request.max_tokens,
             exclude=frozenset(progress.excluded),
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
+            priority=request.priority,
+            session=job.handling.session,
+            deadline_s=_seconds_left(job, progress),
         )
         give_up_s = time.monotonic() + _NO_MAC_PATIENCE_S
         while True:
@@ -269,9 +289,33 @@ class Conductor:
                 return decision
             await asyncio.sleep(_NO_MAC_PAUSE_S)
 
+    def _log(self, job: Job, max_tokens: int, progress: _Progress, finish: Finish | None) -> None:
+        """Into the request log, if one is kept."""
+        model = job.model
+        if self._request_log is None or model.root is None:
+            return
+        self._request_log.write(
+            at_s=time.time() - (time.monotonic() - job.arrived_s),
+            model=model.name,
+            root=model.root,
+            block_size=model.block_size,
+            prompt=job.prompt.token_ids,
+            output=progress.token_ids,
+            max_tokens=max_tokens,
+            boundaries=job.prompt.boundaries,
+            finish=finish,
+        )
+
     def _mac_lost(self, mac: str, epoch: int) -> None:
         self._lost.append((mac, epoch))
         self._has_notes.set()
+
+
+def _seconds_left(job: Job, progress: _Progress) -> float | None:
+    """For the first token; once there was one, a request is brought to its end."""
+    if job.deadline_s is None or progress.token_ids:
+        return None
+    return job.deadline_s - time.monotonic()
 
 
 def _check(job: Job) -> tuple[SamplingParams, int]:

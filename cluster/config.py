@@ -111,6 +111,8 @@ class GatewayConfig:
     http_port: int = 8000
     # Shares of a busy Mac in proportion; a tenant without one has 1.
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    # None: no log of requests is kept; see cluster/request_log.py.
+    request_log: str | None = None
 
     def __post_init__(self) -> None:
         for tenant, weight in self.tenant_weights.items():

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -20,6 +20,7 @@ from cluster.errors import ActorAway, StartupFailed
 from cluster.kv_manager import KVManager, ManagerStatus
 from cluster.ray_calls import ActorCaller, manager_name, router
 from cluster.router_actor import RouterActor
+from cluster.routing.config import RoutingConfig
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class FleetConfig:
     mac: MacConfig
     address: str | None = None
     num_macs: int = 1
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_macs <= 16:
@@ -70,7 +72,7 @@ class Fleet:
             raise StartupFailed("no Mac: no Ray node offers a resource named mac:<host>; see deploy/README.md")
         self.macs = tuple(sorted(nodes))
         say(f"starting the router and a KV manager on {', '.join(self.macs)}")
-        _start_router()
+        _start_router(self._config.routing)
         for mac, host in nodes.items():
             # On one machine nobody else needs the node service.
             self._start_manager(mac, host if self._cluster is None else _LOOPBACK)
@@ -164,7 +166,7 @@ def _shut_down_managers(macs: Sequence[str]) -> None:
         log.warning("a manager does not shut down error=%s", error)
 
 
-def _start_router() -> None:
+def _start_router(config: RoutingConfig) -> None:
     options: dict[str, Any] = {
         "name": ROUTER_NAME,
         "namespace": NAMESPACE,
@@ -174,8 +176,10 @@ def _start_router() -> None:
         "resources": {"head": _PIN},
         "max_restarts": -1,
         "max_task_retries": 0,
+        # Requests that wait in the router are calls that are under way.
+        "max_concurrency": max(1_000, 4 * config.max_waiting),
     }
-    handle: Any = ray.remote(RouterActor).options(**options).remote()
+    handle: Any = ray.remote(RouterActor).options(**options).remote(config)
     try:
         ray.get(handle.ping.remote(), timeout=60)
     except ray.exceptions.GetTimeoutError as error:

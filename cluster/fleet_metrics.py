@@ -17,6 +17,7 @@ class _Fleet(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client."""
         yield GaugeMetricFamily("cidery_router_up", "Whether the router answers", value=self._is_router_up)
+        yield from _of_router(self._macs)
         known = [mac for mac in self._macs if mac.HasField("kv_cache")]
         yield _gauge("cidery_mac_up", "Whether the Mac answers", [((m.name,), m in known) for m in self._macs])
         memory = [((m.name, state), value) for m in known for state, value in _bytes_by_state(m.kv_cache)]
@@ -37,6 +38,27 @@ class _Fleet(Collector):
         yield _counter("cidery_kv_limited", "Look-ups whose hit the group ended", limited, *labels)
         evicted = [((*names, reason), count) for names, group in groups for reason, count in _evictions(group)]
         yield _counter("cidery_kv_evicted_blocks", "Blocks evicted by reason", evicted, *labels, "reason")
+
+
+def _of_router(macs: Sequence[admin_pb2.Mac]) -> Iterator[Metric]:
+    """What the router knows of Macs, whether or not they can be asked."""
+    states = [((m.name, admin_pb2.MacState.Name(m.state).removeprefix("MAC_STATE_").lower()), 1) for m in macs]
+    yield _gauge("cidery_router_mac_state", "1 for the Mac's present state", states, "state")
+    booked = [((m.name,), m.load.num_requests) for m in macs]
+    yield _gauge("cidery_router_booked_requests", "Requests booked and not released", booked)
+    tokens = [((m.name,), m.load.num_prefill_tokens) for m in macs]
+    yield _gauge("cidery_router_booked_prefill_tokens", "Prompt tokens booked and not prefilled", tokens)
+    speeds = [((m.name,), m.prefill_tokens_per_s) for m in macs]
+    yield _gauge("cidery_router_prefill_tokens_per_s", "Learnt speed at a prompt's start", speeds)
+    for name, text in (
+        ("predicted", "Cached prompt tokens as predicted when requests were routed"),
+        ("actual", "Cached prompt tokens as the Macs then counted"),
+        ("error", "Sum of the differences between the two, request by request"),
+    ):
+        counts = [((m.name,), getattr(m.drift, f"num_{name}_tokens")) for m in macs]
+        yield _counter(f"cidery_router_hit_{name}_tokens", text, counts)
+    alarms = [((m.name,), m.drift.is_alarming) for m in macs]
+    yield _gauge("cidery_router_drift_alarm", "1 while predicted and actual hits differ too much", alarms)
 
 
 def fleet_text(macs: Sequence[admin_pb2.Mac], *, is_router_up: bool = True) -> bytes:

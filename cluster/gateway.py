@@ -23,6 +23,7 @@ from cluster.http_server import HttpServer
 from cluster.inference import InferenceServicer
 from cluster.metrics import Metrics
 from cluster.ray_calls import router
+from cluster.request_log import RequestLog
 from cluster.served_models import ServedModels
 from protos.cidery.v1 import admin_pb2, inference_pb2
 
@@ -51,7 +52,8 @@ class Gateway:
         self._router = router()
         self._models = ServedModels(self._router)
         self._metrics = Metrics()
-        self._conductor = Conductor(self._router, self._metrics, config.tenant_weights)
+        self._request_log = RequestLog(config.request_log) if config.request_log is not None else None
+        self._conductor = Conductor(self._router, self._metrics, config.tenant_weights, self._request_log)
         self._admin = AdminServicer(self._router, self._models)
         self._health = health_aio.HealthServicer()
         self._broken = asyncio.Event()
@@ -81,6 +83,8 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._conductor.close()
+            if self._request_log is not None:
+                self._request_log.close()
 
     async def refresh(self) -> bool:
         """Asks the router once; True when a Mac is ready for every model."""

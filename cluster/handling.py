@@ -7,6 +7,8 @@ from cluster.errors import InvalidRequest
 from cluster.tokenizer import checked_text
 from protos.cidery.v1 import handling_pb2
 
+# Of a header or of gRPC metadata.
+SESSION_HEADER = "x-session-id"
 MAX_TENANT_CHARACTERS = 128
 MAX_PRIORITY = 100
 MAX_RETENTION_PRIORITY = 8
@@ -21,12 +23,14 @@ class Handling:
     priority: int = 0
     retention_priority: int = 0
     pin_s: float = 0.0
+    session: str = ""
 
     def __post_init__(self) -> None:
-        checked_text(self.tenant, "tenant")
-        if len(self.tenant) > MAX_TENANT_CHARACTERS:
-            limit = f"may have at most {MAX_TENANT_CHARACTERS} characters"
-            raise InvalidRequest("tenant", f"{limit}, got {len(self.tenant)}")
+        for field in ("tenant", "session"):
+            text = checked_text(getattr(self, field), field)
+            if len(text) > MAX_TENANT_CHARACTERS:
+                limit = f"may have at most {MAX_TENANT_CHARACTERS} characters"
+                raise InvalidRequest(field, f"{limit}, got {len(text)}")
         for field, most in (("priority", MAX_PRIORITY), ("retention_priority", MAX_RETENTION_PRIORITY)):
             if not -most <= getattr(self, field) <= most:
                 raise InvalidRequest(field, f"must be from -{most} to {most}, got {getattr(self, field)}")
@@ -36,4 +40,4 @@ class Handling:
     @classmethod
     def from_proto(cls, message: handling_pb2.Handling) -> "Handling":
         """Raises InvalidRequest."""
-        return cls(message.tenant, message.priority, message.retention_priority, message.pin_s)
+        return cls(message.tenant, message.priority, message.retention_priority, message.pin_s, message.session)

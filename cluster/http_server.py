@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -20,6 +21,7 @@ from cluster.conductor import Completed, Conductor, Event, Job
 from cluster.config import MAX_BODY_BYTES
 from cluster.errors import ActorAway, BodyTooLarge, CideryError, InvalidRequest, Overloaded
 from cluster.fleet_metrics import fleet_text
+from cluster.handling import SESSION_HEADER, Handling
 from cluster.inference import new_request_id
 from cluster.metrics import Metrics
 from cluster.openai_requests import OpenAIRequest, parse_body, parse_common, parse_messages, parse_prompt
@@ -55,6 +57,8 @@ class HttpServer:
             ("POST", "/admin/explain", self.what_if),
             ("POST", "/admin/drain", self.drain),
             ("POST", "/admin/resume", self.resume),
+            ("POST", "/admin/cordon", self.cordon),
+            ("GET", "/admin/placement", self.placement),
         )
         return Starlette(
             routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes],
@@ -92,7 +96,7 @@ class HttpServer:
         common = parse_common(body, is_chat=True)
         model = self._models.get(common.model)
         prompt = await self._models.chat_prompt(model, parse_messages(body))
-        job = Job(new_request_id("chatcmpl"), model, prompt, common.sampling, arrived_s, common.handling)
+        job = Job(new_request_id("chatcmpl"), model, prompt, common.sampling, arrived_s, _handling(request, common))
         return await self._answer(request, common, ChatAnswer(job))
 
     async def complete(self, request: Request) -> Response:
@@ -103,7 +107,7 @@ class HttpServer:
         model = self._models.get(common.model)
         asked = parse_prompt(body)
         prompt = await self._models.text_prompt(model, asked) if isinstance(asked, str) else Prompt(asked)
-        job = Job(new_request_id("cmpl"), model, prompt, common.sampling, arrived_s, common.handling)
+        job = Job(new_request_id("cmpl"), model, prompt, common.sampling, arrived_s, _handling(request, common))
         return await self._answer(request, common, TextAnswer(job))
 
     async def fleet(self, request: Request) -> Response:
@@ -136,6 +140,16 @@ class HttpServer:
         """AdminService.Resume of {"mac": ...}."""
         mac = _text(parse_body(await _read(request)), "mac")
         return _json(await self._admin.Resume(admin_pb2.ResumeRequest(mac=mac), None))
+
+    async def cordon(self, request: Request) -> Response:
+        """AdminService.Cordon of {"mac": ..., "note": ...}."""
+        body = parse_body(await _read(request))
+        asked = admin_pb2.CordonRequest(mac=_text(body, "mac"), note=_text(body, "note", ""))
+        return _json(await self._admin.Cordon(asked, None))
+
+    async def placement(self, request: Request) -> Response:
+        """AdminService.GetPlacement."""
+        return _json(await self._admin.GetPlacement(admin_pb2.GetPlacementRequest(), None))
 
     async def _answer(self, request: Request, common: OpenAIRequest, answer: Answer) -> Response:
         events = self._conductor.serve(answer.job)
@@ -270,6 +284,12 @@ async def _read(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLarge(f"body: at most {MAX_BODY_BYTES} bytes are allowed, got more")
     return bytes(body)
+
+
+def _handling(request: Request, common: OpenAIRequest) -> Handling:
+    """A session may be named in a header too, as clients do who can't add fields."""
+    session = common.handling.session or request.headers.get(SESSION_HEADER, "")
+    return replace(common.handling, session=session)
 
 
 def _text(body: Any, field: str, default: str | None = None) -> str:

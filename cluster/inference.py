@@ -4,18 +4,19 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 
 from cluster import wire
 from cluster.conductor import Completed, Conductor, Event, Job, TextChunk
 from cluster.errors import InvalidRequest
-from cluster.handling import Handling
+from cluster.handling import SESSION_HEADER, Handling
 from cluster.sampling import SamplingRequest
 from cluster.scheduling.request import TokenLogprobs
 from cluster.served_models import ServedModel, ServedModels
 from cluster.tokenizer import Message, Prompt, Tokenizer
-from protos.cidery.v1 import inference_pb2, sampling_pb2
+from protos.cidery.v1 import handling_pb2, inference_pb2, sampling_pb2
 
 
 class InferenceServicer:
@@ -37,8 +38,16 @@ class InferenceServicer:
             prompt = await self._models.text_prompt(model, request.text)
         else:
             prompt = Prompt(tuple(request.token_ids.ids))
-        handling = Handling.from_proto(request.handling)
-        job = Job(new_request_id("gen"), model, prompt, sampling_request(request.sampling), arrived_s, handling)
+        handling = _handling(request.handling, context)
+        job = Job(
+            new_request_id("gen"),
+            model,
+            prompt,
+            sampling_request(request.sampling),
+            arrived_s,
+            handling,
+            _deadline_s(context),
+        )
         async for event in self._serve(job, context):
             yield inference_pb2.GenerateResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
 
@@ -49,8 +58,16 @@ class InferenceServicer:
         arrived_s = time.monotonic()
         model = self._models.get(request.model)
         prompt = await self._models.chat_prompt(model, _messages(request.messages))
-        handling = Handling.from_proto(request.handling)
-        job = Job(new_request_id("chat"), model, prompt, sampling_request(request.sampling), arrived_s, handling)
+        handling = _handling(request.handling, context)
+        job = Job(
+            new_request_id("chat"),
+            model,
+            prompt,
+            sampling_request(request.sampling),
+            arrived_s,
+            handling,
+            _deadline_s(context),
+        )
         async for event in self._serve(job, context):
             yield inference_pb2.ChatResponse(request_id=job.request_id, **event)  # type: ignore[arg-type]
 
@@ -80,6 +97,19 @@ class InferenceServicer:
         async with aclosing(self._conductor.serve(job)) as events:
             async for event in events:
                 yield _event(event, job.model)
+
+
+def _handling(message: handling_pb2.Handling, context: grpc.aio.ServicerContext) -> Handling:
+    """A session may be named in the metadata too."""
+    handling = Handling.from_proto(message)
+    named = [str(value) for key, value in context.invocation_metadata() or () if key == SESSION_HEADER]
+    return handling if handling.session or not named else replace(handling, session=named[0])
+
+
+def _deadline_s(context: grpc.aio.ServicerContext) -> float | None:
+    """When the client gives up, by the monotonic clock; None if never."""
+    left_s = context.time_remaining()
+    return None if left_s is None else time.monotonic() + left_s
 
 
 def new_request_id(kind: str) -> str:

@@ -162,10 +162,10 @@ class KVManager:
             kv=kv.stats() if kv else None,
         )
 
-    async def set_draining(self, is_draining: bool) -> None:
-        """What to tell a router that has forgotten it."""
+    async def set_marks(self, is_draining: bool, cordon: str | None) -> None:
+        """What to tell a router that has forgotten it; `cordon` is the note of one, None if there is none."""
         if self._reporter is not None:
-            self._reporter.is_draining = is_draining
+            self._reporter.is_draining, self._reporter.cordon = is_draining, cordon
 
     async def shutdown(self) -> None:
         """Leaves the fleet and ends the worker."""

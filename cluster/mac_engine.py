@@ -7,8 +7,9 @@ read before an await and written after it.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,12 +19,14 @@ from cluster.errors import CideryError, InvalidRequest, MacLost, Overloaded, Req
 from cluster.kv.hashing import BlockHash, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
-from cluster.mac_memory import kv_budget_bytes, layer_specs
+from cluster.mac_memory import kv_budget_bytes, kv_format, layer_specs
 from cluster.model_files import model_digest, tokenizer_digest
+from cluster.routing.speed import StepSample
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.request import Update
 from cluster.scheduling.scheduler import Scheduler
+from cluster.self_benchmark import WorkerFailed, measure, sample_of
 from cluster.worker_process import WorkerProcess
 from protos.cidery.node.v1 import node_pb2
 from protos.cidery.worker.v1 import worker_pb2
@@ -37,6 +40,8 @@ _MAX_LOSSES = 3
 # The largest step of the largest model takes a few seconds.
 _STEP_TIMEOUT_S = 60.0
 _WATCH_PERIOD_S = 5.0
+# While nobody takes them.
+_MAX_STEP_SAMPLES = 256
 
 
 class UpdateSink(Protocol):
@@ -44,14 +49,6 @@ class UpdateSink(Protocol):
 
     def deliver(self, updates: list[node_pb2.Update]) -> None:
         """All that one step did for requests of this sink; must not block."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillObservation:
-    """A step that was mostly prefill, so that the router can learn this Mac's speed."""
-
-    num_tokens: int
-    seconds: float
 
 
 class MacEngine:
@@ -67,11 +64,12 @@ class MacEngine:
         self._on_change = on_change
         self._digests = (model_digest(model_folder), tokenizer_digest(model_folder))
         self._worker: WorkerProcess | None = None
-        self._prefill_tokens: dict[int, int] = {}  # of plans in flight, by step_id
+        self._in_flight: dict[int, StepSample] = {}  # by step_id; seconds are still to come
         self._sinks: dict[str, UpdateSink] = {}
         # Worker losses that each live request has been through.
         self._num_losses: dict[str, int] = {}
         self._is_running = False
+        self._is_measured = False
         self.described: worker_pb2.Description | None = None
         self.scheduler: Scheduler | None = None
         self.kv: KVCacheManager | None = None
@@ -82,7 +80,28 @@ class MacEngine:
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.worker_memory_bytes = 0
-        self.prefill_observations: list[PrefillObservation] = []
+        # Steps since the reporter last took them, so that the router can learn this Mac's speed.
+        self.step_samples: deque[StepSample] = deque(maxlen=_MAX_STEP_SAMPLES)
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting."""
+        return len(self._sinks)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once."""
+        return self._config.batch.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of one step."""
+        return self._config.batch.max_num_batched_tokens
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens of one prompt in a step."""
+        return self._scheduler_config().max_chunk_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -174,11 +193,12 @@ class MacEngine:
             if answer is None or answer.HasField("failure"):
                 reason = "it ended" if answer is None else answer.failure.message
                 raise StartupFailed(f"{self.mac}: the worker could not be configured: {reason}\n{worker.log_tail()}")
+            await self._measure(worker)
             self._is_running = True
             log.info(
                 "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
                 *(self.mac, worker.pid, described.device, described.kernels),
-                *(answer.configured.kv_bytes, configure.num_blocks),
+                *(answer.configured.kv_bytes, sum(configure.num_blocks)),
             )
             self._on_change()
             self._pump()
@@ -192,6 +212,19 @@ class MacEngine:
             if was_running:
                 log.warning("worker lost mac=%s pid=%d; its log ends:\n%s", self.mac, worker.pid, worker.log_tail())
                 self._forget_worker()
+
+    async def _measure(self, worker: WorkerProcess) -> None:
+        """Once, so that the router knows from the start how fast this Mac is."""
+        if self._is_measured:
+            return
+        assert self.kv is not None
+        assert self.described is not None
+        try:
+            samples = await measure(worker, self.kv.layout, self._scheduler_config(), self.described.vocab_size)
+        except WorkerFailed as error:
+            raise StartupFailed(f"{self.mac}: the worker fails when measured: {error}\n{worker.log_tail()}") from error
+        self._is_measured = True
+        self.step_samples.extend(samples)
 
     async def _take_results(self, worker: WorkerProcess) -> None:
         """Results of plans, until the worker fails or is gone."""
@@ -207,7 +240,7 @@ class MacEngine:
         num_silent_s = 0.0
         while not receiving.done():
             await asyncio.wait({receiving}, timeout=_WATCH_PERIOD_S)
-            num_silent_s = num_silent_s + _WATCH_PERIOD_S if self._prefill_tokens else 0.0
+            num_silent_s = num_silent_s + _WATCH_PERIOD_S if self._in_flight else 0.0
             if not receiving.done() and num_silent_s >= _STEP_TIMEOUT_S:
                 log.error("worker hangs mac=%s pid=%d silent_s=%.0f", self.mac, worker.pid, num_silent_s)
                 receiving.cancel()
@@ -225,11 +258,7 @@ class MacEngine:
         self.described = described
         # New content, new epoch; a clock that jumped back must not repeat one.
         self.epoch = max(self.epoch + 1, time.time_ns())
-        return worker_pb2.Configure(
-            block_size=self._config.kv.block_size_tokens,
-            num_blocks=self.kv.layout.pools[0].num_blocks,
-            root_hash=self.root,
-        )
+        return wire.layout_to_proto(self.kv.layout, self.root)
 
     def _plan_memory(self, described: worker_pb2.Description) -> None:
         config = self._config
@@ -247,45 +276,45 @@ class MacEngine:
         self.root = root_hash(
             model=self._digests[0],
             tokenizer=self._digests[1],
-            kv_format=described.layers[0].dtype,
+            kv_format=kv_format(described),
             block_size=layout.block_size,
         )
         self.kv = KVCacheManager(
             layout, policy=config.kv.retention, enable_prefix_caching=config.kv.enable_prefix_caching
         )
-        self.scheduler = Scheduler(
-            self.kv,
-            SchedulerConfig(
-                max_num_seqs=config.batch.max_num_seqs,
-                max_num_batched_tokens=config.batch.max_num_batched_tokens,
-                max_model_len=self.max_model_len,
-                max_waiting=config.batch.max_waiting,
-                max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
-            ),
+        self.scheduler = Scheduler(self.kv, self._scheduler_config())
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        batch = self._config.batch
+        return SchedulerConfig(
+            max_num_seqs=batch.max_num_seqs,
+            max_num_batched_tokens=batch.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_waiting=batch.max_waiting,
+            max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
         )
 
     def _pump(self) -> None:
         """Keeps one plan running and one queued behind it, as far as there is work."""
         if not self._is_running or self.scheduler is None or self._worker is None:
             return
-        while len(self._prefill_tokens) < MAX_PLANS_IN_FLIGHT:
+        while len(self._in_flight) < MAX_PLANS_IN_FLIGHT:
             plan = self.scheduler.schedule(time.monotonic())
             if plan is None:
                 return
-            self._prefill_tokens[plan.step_id] = sum(part.num_tokens for part in plan.slices if part.num_tokens > 1)
+            self._in_flight[plan.step_id] = sample_of(plan)
             self._worker.send(wire.plan_to_proto(plan))
 
     def _apply(self, message: worker_pb2.StepResult) -> None:
         assert self.scheduler is not None
         result = wire.result_from_proto(message)
         self.worker_memory_bytes = message.memory.active_bytes
-        num_prefill = self._prefill_tokens.pop(result.step_id)
+        sample = self._in_flight.pop(result.step_id)
         updates = self.scheduler.apply(result)
         self._pump()  # before anything else: the worker must not wait for us
         self.num_steps += 1
         self.num_generated_tokens += sum(len(update.token_ids) for update in updates)
-        if num_prefill:
-            self.prefill_observations.append(PrefillObservation(num_prefill, result.run_s))
+        self.step_samples.append(replace(sample, seconds=result.run_s))
         self._deliver(updates)
         if any(update.finish is not None for update in updates):
             self._on_change()
@@ -305,7 +334,7 @@ class MacEngine:
     def _forget_worker(self) -> None:
         """The KV is gone; requests are not: they are computed again by the next worker."""
         assert self.scheduler is not None
-        self._prefill_tokens.clear()
+        self._in_flight.clear()
         self.scheduler.worker_lost()
         self._give_up_on_killers()
         self._on_change()

@@ -10,7 +10,7 @@ from cluster import wire
 from cluster.config import LINK_SILENCE_S, MAX_NODE_MESSAGE_BYTES
 from cluster.errors import MacLost
 from cluster.kv.hashing import BlockHash
-from cluster.routing.router import Decision
+from cluster.routing.decision import Decision
 from cluster.scheduling.request import Request, Update
 from protos.cidery.node.v1 import node_pb2, node_pb2_grpc
 

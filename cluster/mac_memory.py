@@ -1,7 +1,16 @@
 """How many bytes of a Mac the KV cache may take."""
 
 from cluster.config import KVConfig
-from cluster.kv.spec import FullAttentionSpec, KVFormat, LayerSpec
+from cluster.kv.spec import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVFormat,
+    LayerSpec,
+    MLASpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    StateTensor,
+)
 from protos.cidery.worker.v1 import worker_pb2
 
 # Activations of the largest step and MLX's buffer cache, until they are measured by a dry run.
@@ -30,8 +39,28 @@ def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
 
 
 def layer_specs(described: worker_pb2.Description) -> list[LayerSpec]:
-    """One spec for each KV cache of the model."""
-    return [
-        FullAttentionSpec(layer.num_kv_heads, layer.head_dim, KVFormat(_DTYPE_BITS[layer.dtype]))
-        for layer in described.layers
-    ]
+    """One spec for each KV cache of the model, as the worker found it."""
+    return [_spec(layer) for layer in described.layers]
+
+
+def kv_format(described: worker_pb2.Description) -> str:
+    """Names the type of what is cached: Macs that store it otherwise have other blocks."""
+    return "+".join(sorted({layer.dtype for layer in described.layers if layer.dtype})) or "states"
+
+
+def _spec(layer: worker_pb2.Layer) -> LayerSpec:
+    if layer.kind == worker_pb2.LAYER_KIND_RECURRENT_STATE:
+        tensors = tuple(StateTensor(tuple(tensor.shape), tensor.dtype_bytes) for tensor in layer.states)
+        return RecurrentStateSpec("recurrent_state", tensors)
+    heads, dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.value_head_dim
+    stored = KVFormat(_DTYPE_BITS[layer.dtype])
+    if layer.kind == worker_pb2.LAYER_KIND_LATENT_ATTENTION:
+        return MLASpec(heads * dim, heads * value_dim, stored)
+    value_head_dim = None if value_dim == dim else value_dim
+    if layer.kind == worker_pb2.LAYER_KIND_SLIDING_WINDOW:
+        return SlidingWindowSpec(heads, dim, layer.num_window_tokens, stored, value_head_dim)
+    if layer.kind == worker_pb2.LAYER_KIND_CHUNKED_LOCAL:
+        return ChunkedLocalSpec(heads, dim, layer.num_window_tokens, stored, value_head_dim)
+    if layer.kind == worker_pb2.LAYER_KIND_FULL_ATTENTION:
+        return FullAttentionSpec(heads, dim, stored, value_head_dim)
+    raise ValueError(f"the worker describes a cache of kind {layer.kind}, which this version does not know")

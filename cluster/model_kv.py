@@ -1,7 +1,8 @@
 """What a model keeps of a sequence, layer by layer, as its config.json tells.
 
 Read by fields rather than by model, so that a model that nobody has heard of is understood too; what can't be told is
-refused instead of guessed. Shapes and element types are those of mlx-lm's caches.
+refused instead of guessed. Shapes and element types are those of the worker's caches. A Mac plans with what its worker
+finds in the model itself; this is for planning without one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,6 @@ _NAMED_KINDS = {
 }
 # What published configs leave out because it is the default of the model's own code.
 _DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma2": {"sliding_window_pattern": 2},
     "gemma3_text": {
         "sliding_window_pattern": 6,
         "num_attention_heads": 8,
@@ -64,9 +64,13 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "llama4_text": {"no_rope_layer_interval": 4},
     "gemma4_text": {"sliding_window_pattern": 5},
 }
-_ALL_LAYERS_SLIDE = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
-# Latent attention whose cache in mlx-lm holds the expanded keys and values.
-_EXPANDED_LATENTS = {"deepseek_v2", "minicpm3"}
+# Families that mlx-lm attends fully with, though published configs name a window.
+ATTEND_FULLY = frozenset(
+    {
+        *("gemma2", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+        *("seed_oss", "starcoder2"),
+    }
+)
 # Say in ways of their own which layers are what.
 _UNREADABLE = (
     "linear_attn_config",
@@ -183,6 +187,8 @@ def _told_by_list(fields: _Fields) -> list[_Kind] | None:
     for name in ("layers_block_type", "layer_types"):
         if name in fields:
             kinds = fields.kinds(name, _NAMED_KINDS)
+            if fields.model_type in ATTEND_FULLY:
+                kinds = [_Kind.FULL if kind is _Kind.WINDOW else kind for kind in kinds]
             # Newer configs call every recurrence "linear_attention", and Nemotron's is Mamba 2.
             if "linear_num_value_heads" not in fields and "mamba_num_heads" in fields:
                 kinds = [_Kind.MAMBA2 if kind is _Kind.DELTA else kind for kind in kinds]
@@ -209,6 +215,8 @@ def _told_by_interval(fields: _Fields) -> list[_Kind] | None:
 def _told_by_window(fields: _Fields) -> list[_Kind] | None:
     if "sliding_window" not in fields or fields.values.get("use_sliding_window") is False:
         return None
+    if fields.model_type in ATTEND_FULLY:
+        return None
     num_layers = fields.number("num_hidden_layers")
     pattern = fields.values.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:
@@ -218,8 +226,6 @@ def _told_by_window(fields: _Fields) -> list[_Kind] | None:
     if "max_window_layers" in fields:
         first = fields.number("max_window_layers", least=0)
         return [_Kind.WINDOW if i >= first else _Kind.FULL for i in range(num_layers)]
-    if fields.model_type in _ALL_LAYERS_SLIDE:
-        return [_Kind.WINDOW] * num_layers
     raise fields.error("has a sliding_window and lacks layer_types or sliding_window_pattern, which say where")
 
 
@@ -288,11 +294,6 @@ class _SpecMaker:
     def _latent(self) -> KVSpec:
         fields = self._fields
         rope_dim = fields.number("qk_rope_head_dim")
-        if fields.model_type in _EXPANDED_LATENTS:
-            key_dim = fields.number("qk_nope_head_dim") + rope_dim
-            value_dim = fields.optional("v_head_dim", fields.number("qk_nope_head_dim"))
-            kv_format = self._format(key_dim, value_dim)
-            return FullAttentionSpec(fields.number("num_attention_heads"), key_dim, kv_format, value_dim)
         latent_dim, index_dim = fields.number("kv_lora_rank"), fields.optional("index_head_dim", 0)
         return MLASpec(latent_dim, rope_dim, self._format(latent_dim, rope_dim, index_dim), index_dim)
 

@@ -118,6 +118,7 @@ def _handling(body: Mapping[str, Any]) -> Handling:
         priority=_integer(body, "priority") or 0,
         retention_priority=_integer(body, "retention_priority") or 0,
         pin_s=_number(body, "pin_s") or 0.0,
+        session=_typed(body, "session", str, "a string") or "",
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps the router informed of one Mac: joins, sends events and speeds, and a snapshot when the router asks for one."""
+"""Keeps the router informed of one Mac: joins, sends events and steps, and compares digests when asked."""
 
 import asyncio
 import contextlib
@@ -6,16 +6,19 @@ import logging
 import time
 
 from cluster.errors import CideryError
-from cluster.event_wire import PendingEvents, pack, pack_keys
+from cluster.event_wire import Batch, pack
 from cluster.mac_engine import MacEngine
 from cluster.ray_calls import router
 from cluster.router_actor import MacReport, ReportAnswer
+from cluster.routing.digests import bucket_digests, content_of, hashes_in, in_buckets
 from cluster.routing.mac import MacInfo
 
 log = logging.getLogger(__name__)
 
 # The router takes a Mac for lost after 5 s of silence.
 HEARTBEAT_S = 1.0
+# How often the router is told what the Mac holds, in a few bytes, so that nothing stays wrong for long.
+_DIGEST_S = 10.0
 # A Ray call costs about a millisecond of CPU at both ends, so events are gathered; the end of a request hurries them,
 # because its next turn may come at once.
 _GATHER_S = 0.1
@@ -29,15 +32,16 @@ class Reporter:
         self._mac = mac
         self._model = model
         self._router = router()
-        self._pending = PendingEvents()
         self._hurry = asyncio.Event()
-        # Numbers batches without a gap; it goes on over epochs, because a snapshot says where the next epoch begins.
+        # Numbers batches without a gap; it goes on over epochs, because digests say where the next epoch begins.
         self._seq = 0
         self._joined_epoch = 0
         self._reported_s = 0.0
+        self._digest_s = 0.0
         self.failure = ""
         # Remembered here because the router forgets it when it is restarted.
         self.is_draining = False
+        self.cordon: str | None = None
 
     def hurry(self) -> None:
         """Something happened that the router should know soon."""
@@ -66,20 +70,26 @@ class Reporter:
         if engine.epoch != self._joined_epoch:
             await self._join(engine, address)
             return
-        self._pending.add(engine.kv.take_events())
         now_s = time.monotonic()
-        if not self._pending and now_s - self._reported_s < HEARTBEAT_S:
+        events = engine.kv.take_events()
+        if not events and now_s - self._reported_s < HEARTBEAT_S:
             return
         self._reported_s = now_s
         batches: tuple[bytes, ...] = ()
-        if self._pending:
-            batches = (pack(self._pending.take(self._mac, engine.epoch, self._seq)),)
+        if events:
+            batches = (pack(Batch(self._mac, engine.epoch, self._seq, events)),)
             self._seq += 1
-        prefills, engine.prefill_observations = engine.prefill_observations, []
-        seconds = tuple((each.num_tokens, each.seconds) for each in prefills)
-        answer = await self._router("report", MacReport(self._mac, engine.epoch, batches, seconds))
+        digests = None
+        if now_s - self._digest_s >= _DIGEST_S:
+            self._digest_s, digests = now_s, engine.kv.digests()
+        steps = tuple(engine.step_samples)
+        engine.step_samples.clear()
+        report = MacReport(self._mac, engine.epoch, batches, self._seq, digests, steps, engine.num_requests)
+        await self._obey(await self._router("report", report), engine)
+
+    async def _obey(self, answer: ReportAnswer, engine: MacEngine) -> None:
         if answer is ReportAnswer.RESYNC:
-            await self._send_snapshot(engine)
+            await self._resync(engine)
         elif answer is ReportAnswer.JOIN:
             self._joined_epoch = 0
             self.hurry()
@@ -96,20 +106,49 @@ class Reporter:
             address=address,
             max_model_len=engine.max_model_len,
             num_blocks=engine.kv.num_blocks,
+            groups=engine.kv.layout.groups,
+            token_capacity=engine.kv.layout.token_capacity,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_chunk_tokens=engine.max_chunk_tokens,
+            is_caching=engine.kv.is_caching,
         )
-        answer = await self._router("join", info, engine.tokenizer_digest, is_draining=self.is_draining)
-        if answer is ReportAnswer.RESYNC:
-            await self._send_snapshot(engine)
+        answer = await self._router(
+            "join", info, engine.tokenizer_digest, is_draining=self.is_draining, cordon=self.cordon
+        )
         self._joined_epoch = info.epoch
         self.failure = ""
+        await self._obey(answer, engine)
 
-    async def _send_snapshot(self, engine: MacEngine) -> None:
-        """The whole set as of now; pending transitions are part of it."""
+    async def _resync(self, engine: MacEngine) -> None:
+        """Digests first; then those of 256 buckets of the groups that differ; then what is in the buckets that do.
+
+        Each message tells the state at its time, before batch `_seq`: events up to then are part of it.
+        """
         assert engine.kv is not None
         epoch = engine.epoch
         engine.kv.take_events()
-        self._pending.clear()
-        keys = pack_keys(engine.kv.snapshot())
-        if await self._router("load_snapshot", self._mac, epoch, self._seq, keys) is ReportAnswer.JOIN:
-            self._joined_epoch = 0
-            self.hurry()
+        differing = await self._router("check_digests", self._mac, epoch, self._seq, engine.kv.digests())
+        if not differing or engine.epoch != epoch:
+            if differing is None:
+                await self._obey(ReportAnswer.JOIN, engine)
+            return
+        engine.kv.take_events()
+        digests = engine.kv.digests()
+        content = content_of(engine.kv.snapshot(), len(digests))
+        by_group = {group: hashes_in(content[group]) for group in range(len(digests))}
+        wanted = await self._router(
+            "differing_buckets", self._mac, epoch, {group: bucket_digests(each) for group, each in by_group.items()}
+        )
+        if wanted is None:
+            await self._obey(ReportAnswer.JOIN, engine)
+            return
+        difference = {
+            group: (buckets, in_buckets(by_group[group], buckets)) for group, buckets in wanted.items() if buckets
+        }
+        answer = await self._router("load_difference", self._mac, epoch, self._seq, difference, digests)
+        if answer is ReportAnswer.RESYNC:
+            # Blocks changed while it was asked for, or a message was lost: once more, from the next report on.
+            log.warning("still not in step mac=%s epoch=%d seq=%d", self._mac, epoch, self._seq)
+            return
+        await self._obey(answer, engine)

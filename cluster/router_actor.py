@@ -6,16 +6,38 @@ Beside passing calls on it keeps time: Macs that go silent are lost, leases that
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.errors import InvalidRequest, MacsAway, ModelNotFound, NoMacReady, NotFound, RequestTooLong
-from cluster.event_wire import unpack, unpack_keys
-from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, UnknownModel, UnknownRequest
+from cluster.errors import (
+    CideryError,
+    InvalidRequest,
+    MacsAway,
+    ModelNotFound,
+    NoMacReady,
+    NotFound,
+    Overloaded,
+    RequestTooLong,
+)
+from cluster.event_wire import unpack
+from cluster.routing.admission import Admission
+from cluster.routing.config import RoutingConfig
+from cluster.routing.decision import Decision, Explanation, RouteQuery
+from cluster.routing.errors import (
+    DeadlineUnmet,
+    IncompatibleMac,
+    NoMacAvailable,
+    QueueFull,
+    RoutingError,
+    UnknownMac,
+    UnknownModel,
+    UnknownRequest,
+)
 from cluster.routing.index import Applied, IndexStats
 from cluster.routing.mac import MacInfo, MacState, MacStatus
-from cluster.routing.router import Decision, RouteQuery, Router
+from cluster.routing.router import Router
+from cluster.routing.speed import StepSample
 from cluster.vital import run_or_exit
 
 log = logging.getLogger(__name__)
@@ -33,23 +55,29 @@ class MacReport:
     epoch: int
     # Packed event batches in order, see event_wire.
     batches: tuple[bytes, ...]
-    # (tokens, seconds) of steps that were mostly prefill.
-    prefills: tuple[tuple[int, float], ...]
+    # The number of the next batch, and at times the digests of what is held before it.
+    next_seq: int
+    digests: tuple[int, ...] | None
+    steps: tuple[StepSample, ...]
+    # Running and waiting there, by its own count.
+    num_requests: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestNotes:
     """What became of requests, as the gateway saw it."""
 
-    first_token: tuple[str, ...]
-    ended: tuple[str, ...]
+    # (request_id, tokens of the prompt that the Mac found in its cache).
+    first_token: tuple[tuple[str, int], ...]
+    # (request_id, tokens of the answer; None if it was broken off).
+    ended: tuple[tuple[str, int | None], ...]
 
 
 class ReportAnswer(Enum):
     """What the router wants next."""
 
     OK = "ok"
-    # Send a snapshot of the whole set.
+    # Something was missed: compare digests.
     RESYNC = "resync"
     # Never heard of this incarnation (the router was restarted, or lost it): join again.
     JOIN = "join"
@@ -58,8 +86,11 @@ class ReportAnswer(Enum):
 class RouterActor:
     """See the module. Errors that leave it are those of `cluster.errors`."""
 
-    def __init__(self) -> None:
-        self._router = Router()
+    def __init__(self, config: RoutingConfig | None = None) -> None:
+        self._router = Router(config)
+        self._admission = Admission(self._router, config or RoutingConfig())
+        # Callers of `route` whose requests wait.
+        self._waiting: dict[str, asyncio.Future[Decision]] = {}
         self._tokenizers: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         self._ticker = run_or_exit(self._tick(), "router-ticker")
@@ -67,10 +98,12 @@ class RouterActor:
     async def ping(self) -> None:
         """Answers once the actor is up."""
 
-    async def join(self, info: MacInfo, tokenizer_digest: str, *, is_draining: bool) -> ReportAnswer:
-        """Adds a Mac or a new incarnation of one; a snapshot must follow. Raises InvalidRequest if it doesn't fit.
+    async def join(
+        self, info: MacInfo, tokenizer_digest: str, *, is_draining: bool, cordon: str | None
+    ) -> ReportAnswer:
+        """Adds a Mac or a new incarnation of one; digests must follow. Raises InvalidRequest if it doesn't fit.
 
-        `is_draining` is what the Mac remembers, for a router that has been restarted.
+        `is_draining` and `cordon` are what the Mac remembers, for a router that has been restarted.
         """
         try:
             applied = self._router.join(info)
@@ -79,6 +112,8 @@ class RouterActor:
             raise InvalidRequest("mac", str(error)) from error
         if is_draining:
             self._router.drain(info.name)
+        if cordon is not None:
+            self._router.cordon(info.name, cordon)
         self._tokenizers[info.model] = tokenizer_digest
         self._heard_s[info.name] = time.monotonic()
         log.info("mac joined mac=%s epoch=%d model=%s address=%s", info.name, info.epoch, info.model, info.address)
@@ -89,19 +124,46 @@ class RouterActor:
         if not self._router.knows(report.mac, report.epoch):
             return ReportAnswer.JOIN
         self._heard_s[report.mac] = time.monotonic()
-        for num_tokens, seconds in report.prefills:
-            self._router.observe_prefill(report.mac, num_tokens, seconds)
+        self._router.observe_steps(report.mac, report.steps)
+        self._router.observe_load(report.mac, report.epoch, report.num_requests)
         for packed in report.batches:
             batch = unpack(packed)
-            applied = self._router.apply_events(batch.mac, batch.epoch, batch.seq, batch.stored, batch.removed)
-            if applied is Applied.RESYNC:
+            if self._router.apply_events(batch.mac, batch.epoch, batch.seq, batch.events) is Applied.RESYNC:
                 return ReportAnswer.RESYNC
+        if report.digests is not None and self._differs(report.mac, report.epoch, report.next_seq, report.digests):
+            return ReportAnswer.RESYNC
+        self._dispatch()
         return ReportAnswer.OK
 
-    async def load_snapshot(self, mac: str, epoch: int, next_seq: int, keys: bytes) -> ReportAnswer:
-        """All that a Mac holds before batch `next_seq`."""
-        applied = self._router.load_snapshot(mac, epoch, next_seq, unpack_keys(keys))
-        return ReportAnswer.OK if applied is Applied.OK else ReportAnswer.JOIN
+    async def check_digests(
+        self, mac: str, epoch: int, next_seq: int, digests: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        """Groups in which the index differs from what a Mac holds before batch `next_seq`; None: join first."""
+        self._heard(mac, epoch)
+        return self._router.check_digests(mac, epoch, next_seq, digests)
+
+    async def differing_buckets(
+        self, mac: str, epoch: int, digests: Mapping[int, Sequence[int]]
+    ) -> dict[int, tuple[int, ...]] | None:
+        """By group, the buckets of hashes in which it differs; None: join first."""
+        self._heard(mac, epoch)
+        return self._router.differing_buckets(mac, epoch, digests)
+
+    async def load_difference(
+        self,
+        mac: str,
+        epoch: int,
+        next_seq: int,
+        buckets: Mapping[int, tuple[Sequence[int], bytes]],
+        digests: Sequence[int],
+    ) -> ReportAnswer:
+        """By group, buckets and all that the Mac holds in them."""
+        self._heard(mac, epoch)
+        applied = self._router.load_difference(mac, epoch, next_seq, buckets, digests)
+        if applied is Applied.OK:
+            log.info("mac in step mac=%s epoch=%d next_seq=%d", mac, epoch, next_seq)
+            return ReportAnswer.OK
+        return ReportAnswer.RESYNC if self._router.knows(mac, epoch) else ReportAnswer.JOIN
 
     async def leave(self, mac: str, epoch: int) -> None:
         """The Mac's manager is shutting down."""
@@ -115,21 +177,43 @@ class RouterActor:
             self._router.lost(mac)
 
     async def route(self, query: RouteQuery) -> Decision:
-        """Chooses and books. Raises ModelNotFound, NoMacReady, RequestTooLong."""
-        return self._decide(query, books=True)
+        """Chooses and books, once it is the request's turn.
 
-    async def what_if(self, query: RouteQuery) -> Decision:
-        """Chooses, books nothing."""
-        return self._decide(query, books=False)
+        Raises ModelNotFound, NoMacReady, RequestTooLong; Overloaded if too many wait or its deadline can't be met.
+        """
+        self._forget_caller(query.request_id)
+        try:
+            decision = self._admission.submit(query, time.monotonic())
+        except RoutingError as error:
+            raise self._as_seen_outside(error, query.model) from error
+        if decision is not None:
+            return decision
+        waiting: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self._waiting[query.request_id] = waiting
+        # Another may have been shed for it.
+        self._dispatch()
+        return await waiting
+
+    async def what_if(self, query: RouteQuery) -> Explanation:
+        """Chooses, books nothing. Raises ModelNotFound."""
+        try:
+            return self._router.what_if(query, time.monotonic())
+        except UnknownModel as error:
+            raise ModelNotFound(str(error)) from error
 
     async def note(self, notes: RequestNotes) -> None:
         """Progress of many requests at once."""
-        for request_id in notes.first_token:
-            self._router.first_token(request_id)
-        for request_id in notes.ended:
-            self._router.release(request_id)
+        for request_id, num_cached_tokens in notes.first_token:
+            if self._router.first_token(request_id, num_cached_tokens):
+                explained = self._router.explain(request_id)
+                mac = explained.decision.mac if explained.decision else ""
+                log.error("cache hits on a mac are not as predicted mac=%s request_id=%s", mac, request_id)
+        for request_id, num_tokens in notes.ended:
+            self._admission.withdraw(request_id, num_tokens)
+            self._forget_caller(request_id)
+        self._dispatch()
 
-    async def explain(self, request_id: str) -> Decision:
+    async def explain(self, request_id: str) -> Explanation:
         """The decision on a past request. Raises NotFound."""
         try:
             return self._router.explain(request_id)
@@ -140,6 +224,10 @@ class RouterActor:
         """Nothing new goes to the Mac. Raises NotFound."""
         self._on_mac(self._router.drain, mac)
 
+    async def cordon(self, mac: str, note: str) -> None:
+        """Nothing new goes to the host, even if it leaves and comes back. Raises NotFound."""
+        self._on_mac(lambda name: self._router.cordon(name, note), mac)
+
     async def resume(self, mac: str) -> None:
         """The Mac takes requests again. Raises NotFound."""
         self._on_mac(self._router.resume, mac)
@@ -147,6 +235,10 @@ class RouterActor:
     async def fleet(self) -> tuple[MacStatus, ...]:
         """Every Mac that has joined and not left."""
         return self._router.fleet()
+
+    async def models(self) -> dict[str, dict[str, MacState]]:
+        """Which Macs serve which model, and their states."""
+        return self._router.models()
 
     async def tokenizer_digests(self) -> dict[str, str]:
         """By model; a gateway whose own copy differs must not serve it."""
@@ -156,22 +248,46 @@ class RouterActor:
         """The prefix index."""
         return self._router.index_stats()
 
-    def _decide(self, query: RouteQuery, *, books: bool) -> Decision:
-        try:
-            return (self._router.route if books else self._router.what_if)(query, time.monotonic())
-        except UnknownModel as error:
-            raise ModelNotFound(str(error)) from error
-        except NoMacAvailable as error:
-            if error.is_permanent:
-                raise RequestTooLong(str(error)) from error
-            raise (MacsAway if self._may_return(query) else NoMacReady)(str(error)) from error
+    def _heard(self, mac: str, epoch: int) -> None:
+        if self._router.knows(mac, epoch):
+            self._heard_s[mac] = time.monotonic()
 
-    def _may_return(self, query: RouteQuery) -> bool:
-        """Whether a Mac of the model is only starting or lost, so that waiting a little may help."""
-        return any(
-            mac.info.model == query.model and mac.state in (MacState.STARTING, MacState.LOST)
-            for mac in self._router.fleet()
-        )
+    def _differs(self, mac: str, epoch: int, next_seq: int, digests: Sequence[int]) -> bool:
+        """The periodic check: nobody knows of a reason, so a difference is a fault."""
+        differing = self._router.check_digests(mac, epoch, next_seq, digests)
+        if differing:
+            log.error("index and mac differ mac=%s epoch=%d groups=%s: comparing", mac, epoch, differing)
+        return bool(differing)
+
+    def _forget_caller(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.cancel()
+
+    def _dispatch(self) -> None:
+        """Answers callers whose turn has come, or who wait in vain."""
+        if not self._waiting:
+            return
+        for outcome in self._admission.dispatch(time.monotonic()):
+            waiting = self._waiting.pop(outcome.request_id)
+            if outcome.decision is not None:
+                waiting.set_result(outcome.decision)
+            else:
+                assert outcome.error is not None
+                waiting.set_exception(self._as_seen_outside(outcome.error, outcome.model))
+
+    def _as_seen_outside(self, error: RoutingError, model: str) -> CideryError:
+        if isinstance(error, UnknownModel):
+            return ModelNotFound(str(error))
+        if isinstance(error, QueueFull | DeadlineUnmet):
+            return Overloaded(str(error), error.retry_after_s)
+        if isinstance(error, NoMacAvailable) and error.is_permanent:
+            return RequestTooLong(str(error))
+        return (MacsAway if self._may_return(model) else NoMacReady)(str(error))
+
+    def _may_return(self, model: str) -> bool:
+        """Whether a Mac of the model is only lost, so that waiting a little may help."""
+        return any(mac.info.model == model and mac.state is MacState.LOST for mac in self._router.fleet())
 
     def _on_mac(self, action: Callable[[str], None], mac: str) -> None:
         try:
@@ -183,6 +299,7 @@ class RouterActor:
         while True:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
+            self._dispatch()
             for request_id in self._router.expire(now_s):
                 log.warning("lease expired request_id=%s", request_id)
             for mac, heard_s in list(self._heard_s.items()):

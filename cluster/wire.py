@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from cluster.errors import BY_REASON, CideryError, InvalidRequest, Overloaded, RequestTooLong
 from cluster.kv.hashing import BlockHash, join_hashes, split_hashes
+from cluster.kv.layout import KVLayout
+from cluster.kv.memory import PoolResize
 from cluster.kv.sequence import GroupBlocks
 from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
@@ -153,8 +155,7 @@ def failure_from_proto(message: node_pb2.Failure) -> CideryError:
 
 
 def plan_to_proto(plan: StepPlan) -> worker_pb2.ManagerMessage:
-    """One step for the worker. The worker has one pool, whose size never changes."""
-    assert not plan.resizes, "a model of one pool has no boundary to move"
+    """One step for the worker."""
     return worker_pb2.ManagerMessage(
         plan=worker_pb2.StepPlan(
             step_id=plan.step_id,
@@ -167,7 +168,26 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.ManagerMessage:
             copies=[worker_pb2.BlockCopy(group=c.group, source=c.source, target=c.target) for c in plan.copies],
             zeroes=_groups(plan.zeroes or {}),
             slices=[_slice(part) for part in plan.slices],
+            resizes=[_resize(resize) for resize in plan.resizes],
         )
+    )
+
+
+def layout_to_proto(layout: KVLayout, root_hash: BlockHash) -> worker_pb2.Configure:
+    """What the worker makes its pools from."""
+    return worker_pb2.Configure(
+        block_size=layout.block_size,
+        num_blocks=[pool.num_blocks for pool in layout.pools],
+        root_hash=root_hash,
+        groups=[worker_pb2.Group(pool=group.pool_id, layers=group.layer_indices) for group in layout.groups],
+    )
+
+
+def _resize(resize: PoolResize) -> worker_pb2.PoolResize:
+    return worker_pb2.PoolResize(
+        pool=resize.pool_id,
+        num_blocks=resize.num_blocks,
+        moves=[worker_pb2.PoolResize.Move(source=source, target=target) for source, target in resize.moves],
     )
 
 

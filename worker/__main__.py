@@ -110,13 +110,16 @@ def _answer(config: WorkerConfig) -> int:
 
 
 def _build_engine(config: WorkerConfig) -> "Engine":
-    from worker import machine, models
+    from worker import machine, models, trial
     from worker.engine import Engine
     from worker.metal.dispatch import choose_kernels
 
     machine.prepare()
     loaded = models.load(config.model, dtype=config.dtype)
-    return Engine(loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes())
+    engine = Engine(loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes())
+    if loaded.unreviewed:
+        trial.verify(engine, loaded)
+    return engine
 
 
 def _watch_stdin() -> None:

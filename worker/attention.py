@@ -1,23 +1,33 @@
 """How unmodified mlx-lm models read and write paged KV.
 
-A model is given one `PagedCache` a layer, which speaks mlx-lm's cache protocol. `update_and_fetch` writes the new K
-and V into the pool and returns handles instead of arrays; the dispatcher installed for `scaled_dot_product_attention`
-knows a handle and attends over the pool, whatever the layout of the step.
+A model is given one `PagedCache` for each attention cache it wants, which speaks mlx-lm's cache protocol.
+`update_and_fetch` writes the new K and V into the pool and returns handles instead of arrays; the dispatcher installed
+for `scaled_dot_product_attention` knows a handle and attends over the pool, whatever the layout of the step.
+
+In a dense step, for models whose code does more with keys than hand them to attention, a cache returns what mlx-lm's
+own would: the keys themselves, of one sequence.
 """
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import base
 
+from worker import odd_attention
 from worker.batch import Batch
 from worker.cascade import cascade_attention
 from worker.errors import UnsupportedModelError
+from worker.group_rows import GroupRows
+from worker.kv_shapes import LayerShape, ReachKind
 from worker.kv_tensors import KVTensors
+from worker.metal import twins
 from worker.metal.dispatch import Kernels
+from worker.odd_attention import PLAIN, Extras
 
 _mlx_attention = base.scaled_dot_product_attention
+_fast_attention = mx.fast.scaled_dot_product_attention
 
 
 class Step:
@@ -25,6 +35,7 @@ class Step:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
+        self.is_dense = False
         self._batch: Batch | None = None
         self._tensors: KVTensors | None = None
 
@@ -47,9 +58,9 @@ class Step:
             raise RuntimeError("the model ran outside of a step")
         return self._tensors
 
-    def begin(self, batch: Batch, tensors: KVTensors) -> None:
-        """Build the next graph from `batch` over `tensors`."""
-        self._batch, self._tensors = batch, tensors
+    def begin(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> None:
+        """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
+        self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
 
     def end(self) -> None:
         """Let go of the step's arrays."""
@@ -73,48 +84,156 @@ class Handle:
         return Handle(self.cache, self.fresh.astype(dtype), dtype)
 
 
-class PagedCache:
-    """One layer's cache in mlx-lm's protocol; holds no state of its own."""
+@dataclass(frozen=True, slots=True)
+class RotaryHandle:
+    """Stands for the rotary keys beside all latent vectors of one layer.
 
-    def __init__(self, step: Step, layer: int) -> None:
+    Latent attention multiplies its rotary queries with these keys and passes the scores to the helper as a mask. Here
+    it multiplies them with one, so that what arrives as the mask are the queries themselves.
+    """
+
+    dim: int
+    dtype: mx.Dtype
+
+    def swapaxes(self, one: int, other: int) -> mx.array:
+        """The identity."""
+        return mx.eye(self.dim, dtype=self.dtype)
+
+
+class PagedCache:
+    """One attention cache in mlx-lm's protocol; holds no state of its own beyond a step."""
+
+    def __init__(self, step: Step, index: int, shape: LayerShape) -> None:
         self._step = step
-        self._layer = layer
+        self._index = index
+        self._shape = shape
+        # What a dense step fetched, and what a step wrote, for layers that share it.
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._fetched: Any = None
+
+    @property
+    def shape(self) -> LayerShape:
+        """What it keeps."""
+        return self._shape
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it returns keys instead of handles."""
+        return self._step.is_dense
 
     @property
     def offset(self) -> int | mx.array:
         """Position of the first token of each batch row."""
         return self._step.batch.offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+    @property
+    def start_position(self) -> int:
+        """Of a dense step, the position of the first key fetched."""
+        return self._shape.reach.first_needed(self._step.batch.spans[0].start)
+
+    def maybe_trim_front(self) -> None:
+        """Nothing: what is out of reach is not fetched."""
+
+    def empty(self) -> bool:
+        """A cache is always there."""
+        return False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write before read: the handles see the new tokens too."""
-        self._step.tensors.write(self._layer, keys, values, self._step.batch)
-        return Handle(self, keys, keys.dtype), Handle(self, values, values.dtype)
+        step, shape = self._step, self._shape
+        step.tensors.write(self._index, keys, values, step.batch)
+        if step.is_dense:
+            self._fetched = self.keys, self.values = self._gathered(values)
+        elif shape.is_latent:
+            self._fetched = Handle(self, keys, keys.dtype), RotaryHandle(shape.value_head_dim, values.dtype)
+        else:
+            self._fetched = Handle(self, keys, keys.dtype), Handle(self, values, values.dtype)
+        return self._fetched
 
-    def make_mask(self, num_tokens: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """No mask: attention over handles is causal by itself. Raises UnsupportedModelError for a window."""
-        if window_size is not None:
-            raise UnsupportedModelError(f"a layer attends through a sliding window of {window_size} tokens")
+    def keys_and_values(self) -> Any:
+        """What this step's `update_and_fetch` returned, for layers that share it."""
+        return self._fetched
 
-    def attend(self, queries: mx.array, keys: Handle, values: Handle, scale: float) -> mx.array:
-        """Attention of the step's queries over the layer's pool; shapes as the queries'."""
-        batch, tensors = self._step.batch, self._step.tensors
-        key_pool, value_pool = tensors.keys[self._layer], tensors.values[self._layer]
-        num_kv_heads = tensors.layers[self._layer].num_kv_heads
-        kernels = self._step.kernels
-        if batch.shared is not None:
-            return cascade_attention(queries, key_pool, value_pool, batch, num_kv_heads, scale)
+    def forget(self) -> None:
+        """Let go of the step's arrays."""
+        self.keys = self.values = self._fetched = None
+
+    def make_mask(self, num_tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """No mask for handles: attention over them minds reach by itself. In a dense step, as mlx-lm's caches."""
+        if not self._step.is_dense:
+            return None
+        start, reach = self._step.batch.spans[0].start, self._shape.reach
+        num_before = start - reach.first_needed(start)
+        if reach.kind is ReachKind.WINDOW:
+            return None if num_tokens == 1 else base.create_causal_mask(num_tokens, num_before, reach.size)
+        if num_tokens == 1:
+            return None
+        return base.create_causal_mask(num_tokens, num_before) if return_array else "causal"
+
+    def attend(self, queries: mx.array, keys: Handle, values: Handle, scale: float, extras: Extras = PLAIN) -> mx.array:
+        """Attention of the step's queries over the pool; shape of the queries, with the values' last dimension."""
+        batch, shape, kernels = self._step.batch, self._shape, self._step.kernels
+        heads = shape.num_kv_heads
+        is_plain = extras is PLAIN and shape.head_dim == shape.value_head_dim
+        rows, pools = self._rows(may_share=is_plain), self._step.tensors.pools(self._index)
+        if rows.shared is not None:
+            return cascade_attention(queries, *pools, rows, heads, scale)
         outputs = []
-        for group in batch.decode_groups:
-            rows = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]
-            outputs.append(kernels.paged_decode(rows, key_pool, value_pool, group, num_kv_heads, scale))
-        for span in batch.prefills:
-            if batch.is_flat and span.start == 0:
+        for group in rows.decode_groups:
+            part = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]
+            if is_plain and group.num_hidden is None:
+                outputs.append(kernels.paged_decode(part, *pools, group, heads, scale))
+            else:
+                outputs.append(odd_attention.decode(part, pools, group, heads, scale, extras))
+        for span in rows.prefills:
+            is_causal = is_plain and isinstance(span.mask, str)
+            if batch.is_flat and span.start == 0 and is_causal:
                 # A prompt's first chunk is its own whole context.
                 return kernels.causal(queries, keys.fresh, values.fresh, scale)
-            rows = queries if batch.is_flat else queries[span.first : span.last].transpose(2, 1, 0, 3)
-            output = kernels.paged_prefill(rows, key_pool, value_pool, span, num_kv_heads, scale)
+            part = queries if batch.is_flat else queries[span.first : span.last].transpose(2, 1, 0, 3)
+            if is_causal:
+                output = kernels.paged_prefill(part, *pools, span, heads, scale)
+            else:
+                output = odd_attention.prefill(part, pools, span, heads, scale, extras)
             outputs.append(output if batch.is_flat else output.transpose(2, 1, 0, 3))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def attend_latent(self, queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
+        """Latent attention: queries `[rows, heads, 1, latent_dim]`, rotary ones scaled already; result alike."""
+        rows, pools = self._rows(may_share=False), self._step.tensors.pools(self._index)
+        outputs = []
+        for group in rows.decode_groups:
+            part = slice(group.first, group.last)
+            outputs.append(odd_attention.latent_decode(queries[part], rotary_queries[part], pools, group, scale))
+        for span in rows.prefills:
+            part = slice(span.first, span.last)
+            latent, rotary = (array[part].transpose(2, 1, 0, 3) for array in (queries, rotary_queries))
+            outputs.append(odd_attention.latent_prefill(latent, rotary, pools, span, scale).transpose(2, 1, 0, 3))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def _rows(self, *, may_share: bool) -> GroupRows:
+        group = self._step.tensors.group_of[self._index]
+        return self._step.batch.view(group, self._shape.reach, may_share=may_share)
+
+    def _gathered(self, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values that a flat batch sees, `[1, heads, num_keys, dim]`, from the first one within reach."""
+        (span,) = self._step.batch.spans
+        first = self._shape.reach.first_needed(span.start)
+        rows = self._rows(may_share=False)
+        if rows.prefills:
+            index = rows.prefills[0].gather_index(self._shape.num_kv_heads)
+            first_key = rows.prefills[0].first_key
+        else:
+            index = rows.decode_groups[0].gather_index(self._shape.num_kv_heads)
+            first_key = first // rows.block_size * rows.block_size
+        kept = slice(first - first_key, span.end - first_key)
+        pools = self._step.tensors.pools(self._index)
+        gathered = [twins.gather(pool, index)[:, :, kept] for pool in pools]
+        if self._shape.value_head_dim == 0:
+            # Keys alone were kept; nobody reads the values of such a cache.
+            gathered[1] = gathered[1][..., : values.shape[-1]]
+        return gathered[0], gathered[1]
 
 
 def install() -> None:
@@ -122,6 +241,7 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, _NAME, None) is _mlx_attention:
             setattr(module, _NAME, scaled_dot_product_attention)
+    mx.fast.scaled_dot_product_attention = _fast_dispatcher
 
 
 def scaled_dot_product_attention(
@@ -136,9 +256,19 @@ def scaled_dot_product_attention(
     """mlx-lm's helper of this name, which also takes handles. Raises UnsupportedModelError for a mask over handles."""
     if not (isinstance(keys, Handle) and isinstance(values, Handle)):
         return _mlx_attention(queries, keys, values, cache, scale, mask, sinks=sinks)
-    if mask is not None or sinks is not None:
-        raise UnsupportedModelError("a layer attends with a mask of its own or with attention sinks")
-    return keys.cache.attend(queries, keys, values, scale)
+    paged = keys.cache
+    if paged.shape.is_latent and mask is not None and sinks is None:
+        return paged.attend_latent(queries, mask, scale)
+    if mask is not None:
+        raise UnsupportedModelError("a layer attends with a mask of its own")
+    return paged.attend(queries, keys, values, scale, PLAIN if sinks is None else Extras(sinks=sinks))
+
+
+def _fast_dispatcher(q: mx.array, k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
+    """MLX's own function, for models that call it past mlx-lm's helper."""
+    if isinstance(k, Handle):
+        return scaled_dot_product_attention(q, k, v, None, scale, others.get("mask"), others.get("sinks"))
+    return _fast_attention(q, k, v, scale=scale, **others)
 
 
 _NAME = scaled_dot_product_attention.__name__

@@ -9,52 +9,58 @@ attention do the same on GPUs). Computed in float32, whatever the pools hold.
 import mlx.core as mx
 
 from worker import cpu_math
-from worker.batch import Batch, DecodeGroup, PrefillSpan
 from worker.cpu_math import Part
+from worker.group_rows import DecodeGroup, GroupRows, PrefillSpan
 from worker.metal import twins
+from worker.shared_prefix import SharedPrefix
 
 # What one layer attends with: keys, values.
 Pools = tuple[mx.array, mx.array]
 
 
 def cascade_attention(
-    queries: mx.array, key_pool: mx.array, value_pool: mx.array, batch: Batch, num_kv_heads: int, scale: float
+    queries: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array,
+    rows: GroupRows,
+    num_kv_heads: int,
+    scale: float,
 ) -> mx.array:
-    """Attention of a whole step whose batch has a shared prefix. Shapes: `[num_tokens, num_heads, 1, head_dim]`."""
+    """Attention of a whole step whose rows have a shared prefix. Shapes: `[num_tokens, num_heads, 1, head_dim]`."""
     pools, dtype = (key_pool, value_pool), queries.dtype
     queries = queries.astype(mx.float32)
     sharing: list[tuple[int, int, Part]] = []
     outputs: dict[int, mx.array] = {}
-    for group in batch.decode_groups:
-        rows = queries[group.first : group.last]
+    for group in rows.decode_groups:
+        part = queries[group.first : group.last]
         if group.is_sharing:
-            sharing.append((group.first, group.last, _decode_part(rows, pools, group, num_kv_heads, scale)))
+            sharing.append((group.first, group.last, _decode_part(part, pools, group, num_kv_heads, scale)))
         else:
-            outputs[group.first] = twins.paged_decode(rows, *pools, group, num_kv_heads, scale)
-    for span in batch.prefills:
-        rows = queries[span.first : span.last].transpose(2, 1, 0, 3)
+            outputs[group.first] = twins.paged_decode(part, *pools, group, num_kv_heads, scale)
+    for span in rows.prefills:
+        part = queries[span.first : span.last].transpose(2, 1, 0, 3)
         if span.is_sharing:
-            sharing.append((span.first, span.last, _prefill_part(rows, pools, span, num_kv_heads, scale)))
+            sharing.append((span.first, span.last, _prefill_part(part, pools, span, num_kv_heads, scale)))
         else:
-            output = twins.paged_prefill(rows, *pools, span, num_kv_heads, scale)
+            output = twins.paged_prefill(part, *pools, span, num_kv_heads, scale)
             outputs[span.first] = output.transpose(2, 1, 0, 3)
-    outputs |= _merged(queries, pools, batch, sharing, num_kv_heads, scale)
+    assert rows.shared is not None
+    outputs |= _merged(queries, pools, rows.shared, sharing, num_kv_heads, scale)
     return mx.concatenate([outputs[first].astype(dtype) for first in sorted(outputs)])
 
 
 def _merged(
     queries: mx.array,
     pools: Pools,
-    batch: Batch,
+    shared_prefix: SharedPrefix,
     sharing: list[tuple[int, int, Part]],
     num_kv_heads: int,
     scale: float,
 ) -> dict[int, mx.array]:
     """The sharers' attention by first row: what each has of its own, merged with the shared part of all of them."""
-    assert batch.shared is not None
-    index = batch.shared.gather_index(num_kv_heads)
+    index = shared_prefix.gather_index(num_kv_heads)
     keys, values = (_gather(pool, index) for pool in pools)
-    is_whole = sum(last - first for first, last, _ in sharing) == batch.num_tokens
+    is_whole = sum(last - first for first, last, _ in sharing) == queries.shape[0]
     rows = queries if is_whole else mx.concatenate([queries[first:last] for first, last, _ in sharing])
     shared = _by_row(cpu_math.attend_part(rows.transpose(2, 1, 0, 3), keys, values, scale, None))
     own = Part(*(mx.concatenate(list(arrays)) for arrays in zip(*(part for *_, part in sharing), strict=True)))

@@ -6,24 +6,22 @@ thread that owns MLX.
 
 import os
 import time
-from collections.abc import Iterable
 
 import mlx.core as mx
 
-from cluster.kv.hashing import HASH_BYTES, BlockHash
+from cluster.kv.hashing import BlockHash
 from protos.cidery.v1 import sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import models
+from worker import description, mixers, models
 from worker.attention import Step
 from worker.batch import Batch, Span
 from worker.errors import ProtocolError
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
-from worker.models import LoadedModel
+from worker.models import Layout, LoadedModel
+from worker.plan_blocks import PlanBlocks
 from worker.sampler import Draw, RowLogprobs
-from worker.sequences import SequenceState, check_group
-
-_DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+from worker.sequences import SequenceState, TableLayout
 
 
 class Engine:
@@ -36,6 +34,8 @@ class Engine:
         self._step = Step(kernels)
         self._caches = models.attach(loaded, self._step)
         self._tensors: KVTensors | None = None
+        self._blocks: PlanBlocks | None = None
+        self._tables: TableLayout | None = None
         self._root = BlockHash(b"")
         self._sequences: dict[int, SequenceState] = {}
         self._idle_since_s = time.perf_counter()
@@ -43,17 +43,8 @@ class Engine:
     def describe(self) -> pb.Description:
         """What the manager plans with."""
         loaded = self._loaded
-        layers = [
-            pb.Layer(
-                kind=pb.LAYER_KIND_FULL_ATTENTION,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                dtype=_DTYPE_NAMES[layer.dtype],
-            )
-            for layer in loaded.layers
-        ]
         return pb.Description(
-            layers=layers,
+            layers=[description.of_cache(shape) for shape in loaded.caches],
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
@@ -66,39 +57,40 @@ class Engine:
         )
 
     def configure(self, message: pb.Configure) -> pb.Configured:
-        """Make the pools. Raises ProtocolError if they exist, or for a size that no pool can have."""
+        """Make the pools. Raises ProtocolError if they exist, or for a layout that the model can't have."""
         if self._tensors is not None:
             raise ProtocolError("Configure came twice; it is the first message of a stream and comes once")
-        if message.block_size < 1:
-            raise ProtocolError(f"block_size is {message.block_size}; at least 1 is needed")
-        if message.num_blocks < 2:
-            raise ProtocolError(f"num_blocks is {message.num_blocks}; at least 2 are needed: block 0 is the null block")
-        if len(message.root_hash) != HASH_BYTES:
-            raise ProtocolError(f"root_hash has {len(message.root_hash)} bytes; {HASH_BYTES} are needed")
+        groups = description.checked_groups(message, self._loaded.caches)
         self._root = BlockHash(message.root_hash)
-        self._tensors = KVTensors(self._loaded.layers, block_size=message.block_size, num_blocks=message.num_blocks)
+        self._tensors = KVTensors(
+            self._loaded.caches, groups=groups, num_blocks=message.num_blocks, block_size=message.block_size
+        )
+        self._blocks = PlanBlocks(self._tensors, self._sequences)
+        self._tables = description.table_layout(self._loaded.caches, groups, message.block_size)
         self._idle_since_s = time.perf_counter()
         return pb.Configured(kv_bytes=self._tensors.total_bytes)
 
     def reset(self) -> None:
         """Drop all sequences and the pools, and give the memory back."""
         self._sequences.clear()
-        self._tensors = None
+        self._tensors = self._blocks = self._tables = None
         self._step.end()
+        self._caches.forget()
         mx.clear_cache()
 
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:
         """Carry out one plan. Raises ProtocolError, after which the stream's state is undefined: `reset`."""
         started_s = time.perf_counter()
         tensors = self._configured()
+        assert self._blocks is not None
         for seq_id in plan.released_seq_ids:
             self._release(seq_id)
-        for edit in plan.edits:
-            self._edit_table(edit, tensors)
+        self._blocks.resize(plan.resizes)
+        self._blocks.edit(plan.edits)
         for message in plan.new_sequences:
-            self._admit(message, tensors)
-        self._move_blocks(plan, tensors)
-        skipped, slices = self._take_slices(plan, tensors)
+            self._admit(message, self._blocks)
+        self._blocks.move(plan.copies, plan.zeroes)
+        skipped, slices = self._take_slices(plan, tensors, self._blocks)
         result = pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped)
         if slices:
             self._forward(slices, tensors, result)
@@ -121,38 +113,22 @@ class Engine:
         if self._sequences.pop(seq_id, None) is None:
             raise ProtocolError(f"released sequence {seq_id} is unknown")
 
-    def _edit_table(self, edit: pb.TableEdit, tensors: KVTensors) -> None:
-        sequence = self._sequences.get(edit.seq_id)
-        if sequence is None:
-            raise ProtocolError(f"block table edit of sequence {edit.seq_id}, which is unknown")
-        check_group(edit.group, f"sequence {edit.seq_id}")
-        self._check_block_ids((edit.block_id,), f"sequence {edit.seq_id}", tensors)
-        sequence.replace_block(edit.index, edit.block_id)
-
-    def _admit(self, message: pb.NewSequence, tensors: KVTensors) -> None:
+    def _admit(self, message: pb.NewSequence, blocks: PlanBlocks) -> None:
         if message.seq_id in self._sequences:
             raise ProtocolError(f"new sequence {message.seq_id} is already known; ids are unique in a stream")
         vocab_size = self._loaded.vocab_size
         what = f"sequence {message.seq_id}"
         if message.token_ids and max(message.token_ids) >= vocab_size:
             raise ProtocolError(f"{what}: token id {max(message.token_ids)} is not below the vocabulary's {vocab_size}")
-        self._check_blocks(message.block_tables, what, tensors)
+        blocks.check_tables(message.block_tables, what)
+        assert self._tables is not None
         self._sequences[message.seq_id] = SequenceState(
-            message, block_size=tensors.block_size, root=self._root, defaults=self._loaded.sampling_defaults
+            message, layout=self._tables, root=self._root, defaults=self._loaded.sampling_defaults
         )
 
-    def _move_blocks(self, plan: pb.StepPlan, tensors: KVTensors) -> None:
-        if plan.copies:
-            for copy in plan.copies:
-                check_group(copy.group, "block copy")
-                self._check_block_ids((copy.source, copy.target), "block copy", tensors)
-            tensors.copy_blocks([copy.source for copy in plan.copies], [copy.target for copy in plan.copies])
-        for blocks in plan.zeroes:
-            self._check_blocks((blocks,), "zeroing", tensors)
-            if blocks.block_ids:
-                tensors.zero_blocks(blocks.block_ids)
-
-    def _take_slices(self, plan: pb.StepPlan, tensors: KVTensors) -> tuple[list[int], list[tuple[SequenceState, Span]]]:
+    def _take_slices(
+        self, plan: pb.StepPlan, tensors: KVTensors, blocks: PlanBlocks
+    ) -> tuple[list[int], list[tuple[SequenceState, Span]]]:
         """Ids of the sequences to skip, and the rest with their tokens and blocks."""
         skipped, slices = [], []
         seen: set[int] = set()
@@ -167,20 +143,30 @@ class Engine:
                 skipped.append(piece.seq_id)
                 continue
             if piece.new_blocks:
-                self._check_blocks(piece.new_blocks, f"sequence {piece.seq_id}", tensors)
+                blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
             slices.append((sequence, sequence.span(piece)))
+        self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
+
+    def _clear_open_blocks(self, spans: list[Span], tensors: KVTensors) -> None:
+        """Blocks that a step begins and does not fill: attention gathers them whole."""
+        size = tensors.block_size
+        opened = [span for span in spans if span.end % size and span.end // size * size >= span.start]
+        for group in range(len(tensors.groups)):
+            if opened and not tensors.is_state_group(group):
+                tensors.clear_values(group, [span.tables[group][span.end // size] for span in opened])
 
     def _forward(self, slices: list[tuple[SequenceState, Span]], tensors: KVTensors, result: pb.StepResult) -> None:
         spans = [span for _, span in slices]
-        batch = Batch(spans, block_size=tensors.block_size, decodes_together=self._kernels.takes_ragged_rows)
-        self._step.begin(batch, tensors)
-        logits = self._loaded.model(batch.tokens, cache=self._caches)
-        sampling = [slices[index][0] for index in batch.order if slices[index][1].samples]
+        if self._loaded.layout is Layout.DENSE:
+            order, logits = self._run_one_by_one(spans, tensors)
+        else:
+            order, logits = self._run_together(spans, tensors)
+        sampling = [slices[index][0] for index in order if slices[index][1].samples]
         if sampling:
             positions = [len(sequence.token_ids) for sequence in sampling]
-            draw = Draw(models.sampled_logits(logits, batch), [sequence.sampling for sequence in sampling], positions)
+            draw = Draw(mx.concatenate(logits), [sequence.sampling for sequence in sampling], positions)
             tensors.evaluate(*draw.outputs)
             self._report_sampled(sampling, draw, result)
         else:
@@ -190,6 +176,40 @@ class Engine:
             for index, block_hash in sequence.filled_blocks(span.start, span.end):
                 result.filled_blocks.add(seq_id=sequence.seq_id, block_index=index, block_hash=block_hash)
 
+    def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], list[mx.array]]:
+        """All rows in one forward: the order of the spans, and the logits of those that sample."""
+        batch = Batch(
+            spans,
+            block_size=tensors.block_size,
+            decodes_together=self._kernels.takes_ragged_rows,
+            allows_flat=self._loaded.layout is Layout.FLAT,
+        )
+        return batch.order, self._run(batch, tensors)
+
+    def _run_one_by_one(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], list[mx.array]]:
+        """One forward for each sequence, each evaluated: a pool read by one would be copied by the next one's write."""
+        logits = []
+        for span in spans:
+            logits += self._run(Batch([span], block_size=tensors.block_size), tensors, is_dense=True)
+            tensors.evaluate(*logits)
+        return list(range(len(spans))), logits
+
+    def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> list[mx.array]:
+        """The graph of one forward; its logits `[num_sampled, vocab]`, if any row samples."""
+        self._step.begin(batch, tensors, is_dense=is_dense)
+        states = self._caches.states
+        if states:
+            mixers.begin_states(batch, tensors)
+        if batch.is_flat:
+            for state in states:
+                state.begin()
+        logits = self._loaded.model(batch.tokens, cache=self._caches.nested)
+        if batch.is_flat:
+            for state in states:
+                state.end()
+        self._caches.forget()
+        return [models.sampled_logits(logits, batch)] if batch.sampled_rows else []
+
     def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
         logprobs = draw.logprobs()
         for row, (sequence, token_id) in enumerate(zip(sampling, draw.token_ids(), strict=True)):
@@ -197,20 +217,6 @@ class Engine:
             sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
             if row in logprobs:
                 sampled.logprobs.CopyFrom(_logprobs_message(token_id, logprobs[row]))
-
-    def _check_blocks(self, groups: Iterable[pb.GroupBlocks], what: str, tensors: KVTensors) -> None:
-        for blocks in groups:
-            check_group(blocks.group, what)
-            self._check_block_ids(blocks.block_ids, what, tensors)
-
-    def _check_block_ids(self, block_ids: Iterable[int], what: str, tensors: KVTensors) -> None:
-        """Also commits the memory of ids that were never used."""
-        highest = 0
-        for block_id in block_ids:
-            if not 0 < block_id < tensors.num_blocks:
-                raise ProtocolError(f"{what}: block id {block_id} is not in [1, {tensors.num_blocks})")
-            highest = max(highest, block_id)
-        tensors.reserve(highest)
 
 
 def _logprobs_message(token_id: int, logprobs: RowLogprobs) -> sampling_pb2.TokenLogprobs:

@@ -1,19 +1,95 @@
-"""The shape of what one layer stores, shared by pools, kernels and models."""
+"""What one KV cache of a model keeps, shared by pools, kernels and models."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ReachKind(StrEnum):
+    """Which past tokens a token sees."""
+
+    FULL = "full"
+    WINDOW = "window"
+    CHUNK = "chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A token sees all before it, the last `size` with itself (window), or those of its chunk of `size` tokens."""
+
+    kind: ReachKind = ReachKind.FULL
+    size: int = 0
+
+    def first_needed(self, position: int) -> int:
+        """The oldest position that the token at `position` sees."""
+        if self.kind is ReachKind.WINDOW:
+            return max(0, position - self.size + 1)
+        if self.kind is ReachKind.CHUNK:
+            return position // self.size * self.size
+        return 0
+
+    def mask(self, queries: NDArray[np.int32], keys: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which key positions each query position sees: `[num_queries, num_keys]`."""
+        queries = queries[:, None]
+        seen: NDArray[np.bool_] = keys <= queries
+        if self.kind is ReachKind.WINDOW:
+            seen &= keys > queries - self.size
+        elif self.kind is ReachKind.CHUNK:
+            seen &= keys // self.size == queries // self.size
+        return seen
+
+
+FULL_REACH = Reach()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer stores for a token: `num_kv_heads` keys and as many values of `head_dim` elements."""
+    """What one attention cache stores for a token: `num_kv_heads` keys and as many values.
+
+    Without values (`value_head_dim` 0) the cache holds keys alone, like those of a sparse indexer. A latent cache holds
+    one latent vector as its key and the rotary key beside it as its value.
+    """
 
     num_kv_heads: int
     head_dim: int
     dtype: mx.Dtype
+    value_head_dim: int = -1
+    reach: Reach = FULL_REACH
+    is_latent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.value_head_dim < 0:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V together."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.size
+        return self.num_kv_heads * (self.head_dim + self.value_head_dim) * self.dtype.size
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """A recurrent state: shapes of its tensors without the batch axis, and their types. `name` is for people."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(int(np.prod(shape)) * dtype.size for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+CacheShape = LayerShape | StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Caches (by index) that share a block table; their blocks lie in `pool`."""
+
+    pool: int
+    caches: tuple[int, ...]

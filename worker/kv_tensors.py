@@ -1,102 +1,115 @@
-"""The KV pools: one K and one V array a layer, addressed by block id. Owns every byte of KV memory.
+"""The KV pools as a step uses them: keys and values written and read by block, states taken and put back by slot."""
 
-A pool must never be copied inside a step. MLX scatters in place only while nothing else refers to the array, so pools
-are held here alone, no view of one is handed out, and each step ends with a full evaluation.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
 from worker.batch import Batch
-from worker.kv_shapes import LayerShape
-
-# Fewer blocks are not worth a later growth.
-_MIN_CAPACITY_BLOCKS = 64
+from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, StateShape
+from worker.pool_arrays import PoolArrays
+from worker.states import PendingStates, Slots
 
 
 class KVTensors:
-    """Paged K and V of all layers.
+    """Paged KV of all caches of a model.
 
-    Shapes: each pool is `[num_blocks * num_kv_heads, block_size, head_dim]`, which is `[num_blocks, num_kv_heads,
-    block_size, head_dim]` in memory: one gather by `block_id * num_kv_heads + head` then yields what attention takes.
-
-    MLX commits memory when it allocates, so a pool starts small and doubles at a step's boundary when a block id first
-    lies beyond it. That growth is the only copy of a pool there is: each byte is copied at most about once.
+    `groups[g]` are the caches (by index) that share block table g, `num_blocks` the size of each pool, its null block
+    included. Shapes: a pool of keys is `[num_blocks * num_kv_heads, block_size, head_dim]`, which is
+    `[num_blocks, num_kv_heads, block_size, head_dim]` in memory: one gather by `block_id * num_kv_heads + head` then
+    yields what attention takes. A pool of states is `[num_blocks, *shape]`.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], *, block_size: int, num_blocks: int) -> None:
-        self.layers = tuple(layers)
+    def __init__(
+        self, caches: Sequence[CacheShape], *, groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int
+    ) -> None:
+        self.caches = tuple(caches)
+        self.groups = tuple(groups)
         self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.capacity_blocks = min(num_blocks, _MIN_CAPACITY_BLOCKS)
-        self.keys = [self._zeros(layer, self.capacity_blocks) for layer in self.layers]
-        self.values = [self._zeros(layer, self.capacity_blocks) for layer in self.layers]
-        self.evaluate()
+        self.group_of = {cache: number for number, group in enumerate(groups) for cache in group.caches}
+        self._arrays = PoolArrays(caches, groups, num_blocks, block_size)
+        self._states = {
+            cache: PendingStates(shape, self._arrays, self._arrays.tensors[cache])
+            for cache, shape in enumerate(caches)
+            if isinstance(shape, StateShape)
+        }
+
+    @property
+    def num_blocks(self) -> Sequence[int]:
+        """Of each pool."""
+        return self._arrays.num_blocks
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the pools when every block is in use."""
-        return self.num_blocks * self.block_size * sum(layer.token_bytes for layer in self.layers)
+        return self._arrays.pool_bytes()
+
+    def is_state_group(self, group: int) -> bool:
+        """Whether its blocks are states."""
+        return isinstance(self.caches[self.groups[group].caches[0]], StateShape)
 
     def evaluate(self, *outputs: mx.array) -> None:
         """Compute `outputs` and all pending writes; the one evaluation of a step."""
-        mx.eval(*outputs, *self.keys, *self.values)
+        self._arrays.evaluate(*outputs, *(array for state in self._states.values() for array in state.arrays()))
 
-    def reserve(self, block_id: int) -> None:
-        """Make `block_id` addressable. Between steps only: it copies the pools, one at a time, when they must grow."""
-        if block_id < self.capacity_blocks:
-            return
-        capacity = self.capacity_blocks
-        while capacity <= block_id:
-            capacity *= 2
-        capacity = min(capacity, self.num_blocks)
-        for pools in (self.keys, self.values):
-            for index, layer in enumerate(self.layers):
-                fresh = self._zeros(layer, capacity - self.capacity_blocks)
-                pools[index] = mx.concatenate([pools[index], fresh])
-                # One at a time: the old and the new array of a single layer is all that exists twice.
-                mx.eval(pools[index])
-        self.capacity_blocks = capacity
+    def reserve(self, group: int, block_id: int) -> None:
+        """Make a block addressable; between steps only."""
+        self._arrays.reserve(self.groups[group].pool, block_id)
 
-    def write(self, layer: int, keys: mx.array, values: mx.array, batch: Batch) -> None:
+    def pools(self, cache: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of an attention cache; of one that holds keys alone, these twice."""
+        tensors = self._arrays.tensors[cache]
+        return self._arrays.read(tensors[0]), self._arrays.read(tensors[-1])
+
+    def write(self, cache: int, keys: mx.array, values: mx.array, batch: Batch) -> None:
         """Store the step's new K and V, `[num_tokens, num_kv_heads, 1, head_dim]` or `[1, heads, num_tokens, dim]`."""
-        shape = self.layers[layer]
-        if batch.num_tokens == 1:
-            first, offset = int(batch.block_ids[0]) * shape.num_kv_heads, int(batch.block_offsets[0])
-            rows, slot = slice(first, first + shape.num_kv_heads), slice(offset, offset + 1)
-            self.keys[layer][rows, slot] = keys
-            self.values[layer][rows, slot] = values
-            return
-        rows_index, offsets = batch.write_index(shape.num_kv_heads)
-        by_token = (batch.num_tokens, shape.num_kv_heads, shape.head_dim)
-        if batch.is_flat:
-            keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-        self.keys[layer][rows_index, offsets] = keys.reshape(by_token)
-        self.values[layer][rows_index, offsets] = values.reshape(by_token)
+        shape = self.caches[cache]
+        assert isinstance(shape, LayerShape)
+        rows = batch.view(self.group_of[cache], shape.reach)
+        heads = shape.num_kv_heads
+        for tensor, new in zip(self._arrays.tensors[cache], (keys, values), strict=False):
+            if batch.num_tokens == 1:
+                first, offset = int(rows.block_ids[0]) * heads, int(rows.block_offsets[0])
+                self._arrays.write(tensor, (slice(first, first + heads), slice(offset, offset + 1)), new)
+                continue
+            if batch.is_flat:
+                new = new.swapaxes(1, 2)
+            self._arrays.write(tensor, rows.write_index(heads), new.reshape(batch.num_tokens, heads, -1))
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole blocks in every layer; all sources are read before any target is written."""
-        rows = [_block_rows(sources, layer) for layer in self.layers]
-        contents = [[pool[row] for pool, row in zip(pools, rows, strict=True)] for pools in (self.keys, self.values)]
-        # A pending reader of the old pool would make the scatter copy all of it.
-        mx.eval(contents)
-        for index, layer in enumerate(self.layers):
-            target_rows = _block_rows(targets, layer)
-            self.keys[index][target_rows] = contents[0][index]
-            self.values[index][target_rows] = contents[1][index]
+    def begin_states(self, slots: dict[int, list[Slots]], fresh: dict[int, frozenset[Slots]]) -> None:
+        """What the next step's parts will ask of the states, by group; `fresh` are slots of sequences that begin."""
+        for cache, state in self._states.items():
+            group = self.group_of[cache]
+            state.begin(slots[group], fresh[group])
 
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Set whole blocks to zero in every layer."""
-        for index, layer in enumerate(self.layers):
-            rows = _block_rows(block_ids, layer)
-            for pools in (self.keys, self.values):
-                pools[index][rows] = mx.zeros((), layer.dtype)
+    def take_state(self, cache: int, slots: Slots) -> list[mx.array | None]:
+        """The state's tensors of the sequences in these slots, `[len(slots), *shape]` each; None where they begin."""
+        return self._states[cache].take(slots)
 
-    def _zeros(self, layer: LayerShape, num_blocks: int) -> mx.array:
-        return mx.zeros((num_blocks * layer.num_kv_heads, self.block_size, layer.head_dim), layer.dtype)
+    def put_state(self, cache: int, slots: Slots, arrays: Sequence[mx.array | None]) -> None:
+        """The state after the step's rows."""
+        self._states[cache].put(slots, arrays)
 
+    def settle_states(self) -> None:
+        """Write all pending states into their slots: to be called before slots are copied, zeroed or renamed."""
+        for state in self._states.values():
+            state.settle()
 
-def _block_rows(block_ids: Sequence[int], layer: LayerShape) -> mx.array:
-    heads = range(layer.num_kv_heads)
-    return mx.array([block_id * layer.num_kv_heads + head for block_id in block_ids for head in heads], mx.int32)
+    def copy_blocks(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks in every cache of the group; all sources are read before any target is written."""
+        self._arrays.copy_blocks(self.groups[group].caches, sources, targets)
+
+    def fill_blocks(self, group: int, block_ids: Sequence[int], value: float = 0.0) -> None:
+        """Set whole blocks to one value in every cache of the group."""
+        self._arrays.fill_blocks(self.groups[group].caches, block_ids, value)
+
+    def clear_values(self, group: int, block_ids: Sequence[int]) -> None:
+        """Zero what attention may multiply by a weight of zero: a number left by somebody else might not be finite."""
+        caches: Iterable[int] = self.groups[group].caches
+        latent = [cache for cache in caches if getattr(self.caches[cache], "is_latent", False)]
+        others = [cache for cache in caches if cache not in latent]
+        self._arrays.fill_blocks(latent, block_ids, 0.0)
+        self._arrays.fill_blocks(others, block_ids, 0.0, first=1)
+
+    def resize(self, pool: int, num_blocks: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Move blocks of a pool and give it another size; states must be settled."""
+        self._arrays.resize(pool, num_blocks, moves)

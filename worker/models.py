@@ -1,91 +1,45 @@
 """Loads an mlx-lm model and finds out what running it over paged KV takes: layer shapes, head, vocabulary, limits.
 
-The model's own classes run unmodified. A family is run only if it is in the reviewed registry below, each entry of
-which the equality sweep in the tests holds against mlx-lm; anything else is refused by name instead of guessed.
+The model's own classes run unmodified, as the reviewed registry says (`worker.registry`), which the equality sweep in
+the tests holds against mlx-lm. A class that nobody has reviewed is run one sequence at a time, in mlx-lm's own layout.
 """
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _download, load_config, load_model
 
-from worker import attention, cpu_math, cpu_rope
+from worker import attention, cpu_math, cpu_rope, discovery, inspection, latent, mixers, overrides
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
-from worker.errors import UnsupportedModelError
-from worker.kv_shapes import LayerShape
+from worker.kv_shapes import CacheShape, LayerShape, StateShape
+from worker.mixers import StateCache
+from worker.registry import Treatment, treatments_of
 
-# Modules of mlx_lm.models whose layers all attend fully, through mlx-lm's helper, with keys and values of one shape.
-FULL_ATTENTION_MODULES = frozenset(
-    {
-        "Klear",
-        "apertus",
-        "bailing_moe",
-        "cohere",
-        "dbrx",
-        "deepseek",
-        "dots1",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone",
-        "gemma",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt2",
-        "gpt_neox",
-        "gptj",
-        "granite",
-        "granitemoe",
-        "helium",
-        "hunyuan",
-        "hunyuan_v1_dense",
-        "internlm2",
-        "internlm3",
-        "lille-130m",
-        "llama",
-        "mimo",
-        "minicpm",
-        "minimax",
-        "mixtral",
-        "nanochat",
-        "nemotron",
-        "olmo2",
-        "olmoe",
-        "openelm",
-        "phi",
-        "phi3",
-        "phimoe",
-        "phixtral",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "solar_open",
-        "stablelm",
-        "starcoder2",
-        "telechat3",
-    }
-)
+logger = logging.getLogger(__name__)
 
 # Where families keep their output projection, as a path from the model; the first that exists is it.
-_HEADS = ("lm_head", "output", "embed_out", "model.lm_head", "model.embed_out")
+_HEADS = ("lm_head", "output", "embed_out", "model.lm_head", "model.embed_out", "language_model.lm_head")
 # Where they keep the embedding that serves as projection when there is none.
 _EMBEDDINGS = (
     "model.embed_tokens",
     "model.word_embeddings",
     "model.tok_embeddings",
     "model.wte",
+    "model.embeddings",
+    "model.embedding",
+    "model.language_model.embed_tokens",
+    "backbone.embeddings",
     "transformer.wte",
     "transformer.token_embeddings",
     "transformer.tok_embeddings",
@@ -104,18 +58,57 @@ class SamplingDefaults:
     min_p: float = 0.0
 
 
+class Layout(StrEnum):
+    """How a step of the model is laid out.
+
+    Token rows, which a single sequence may take flat (`FLAT`) or not (`ROWS`), or one forward for each sequence, over
+    keys in mlx-lm's own layout (`DENSE`): slow, and right for whatever mlx-lm itself can generate with.
+    """
+
+    FLAT = "flat"
+    ROWS = "rows"
+    DENSE = "dense"
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run over paged KV."""
 
     model: Module
     family: str
-    layers: tuple[LayerShape, ...]
+    layout: Layout
+    # Classes that are given caches and that nobody has reviewed.
+    unreviewed: tuple[str, ...]
+    caches: tuple[CacheShape, ...]
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weights_bytes: int
     sampling_defaults: SamplingDefaults
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """The attention caches that the plain kernels serve: keys and values of one width."""
+        layers = (shape for shape in self.caches if isinstance(shape, LayerShape))
+        return tuple(layer for layer in layers if not layer.is_latent and layer.head_dim == layer.value_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedCaches:
+    """What goes to the model as its cache, and the same caches one by one, by index."""
+
+    nested: Any
+    leaves: Sequence[PagedCache | StateCache]
+
+    @property
+    def states(self) -> list[StateCache]:
+        """The recurrent ones."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, StateCache)]
+
+    def forget(self) -> None:
+        """Let go of a step's arrays."""
+        for leaf in self.leaves:
+            leaf.forget()
 
 
 class SamplingHead:
@@ -136,22 +129,6 @@ class SamplingHead:
             # A flat step has one sequence, which samples after its last token.
             return self.project(hidden[:, -1:])
         return self.project(hidden[mx.array(batch.sampled_rows, mx.int32)])
-
-
-class _ProbingCache(KVCache):
-    """Remembers what a layer stores in it and asks of it."""
-
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    dtype: mx.Dtype | None = None
-    window_size: int | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.shapes, self.dtype = (keys.shape, values.shape), keys.dtype
-        return super().update_and_fetch(keys, values)  # type: ignore[no-untyped-call, no-any-return]
-
-    def make_mask(self, *args: Any, window_size: int | None = None, **kwargs: Any) -> Any:
-        self.window_size = window_size
-        return super().make_mask(*args, window_size=window_size, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def load(model: str, *, dtype: str) -> LoadedModel:
@@ -180,19 +157,23 @@ def download(model: str) -> Path:
 
 def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults | None = None) -> LoadedModel:
     """Inspect a model whose weights are loaded. Raises UnsupportedModelError if it cannot be run exactly."""
-    while hasattr(model, "language_model"):
-        # A vision wrapper without its vision part; it may hide what kind of cache the text model wants.
-        model = model.language_model
-    family = type(model).__module__.removeprefix("mlx_lm.models.")
-    if family not in FULL_ATTENTION_MODULES:
-        known = ", ".join(sorted(FULL_ATTENTION_MODULES))
-        raise UnsupportedModelError(f"model family {family!r} is not supported; supported are: {known}")
-    layers, vocab_size = _probe(model, family)
+    model = _text_model(model)
+    family = inspection.family_of(model)
+    treatments = treatments_of(model)
+    unknown = sorted(inspection.qualified_name(cls) for cls, treatment in treatments.items() if treatment is None)
+    if unknown:
+        logger.warning(
+            "model family %s: %s not reviewed; runs one sequence at a time, which is slow", family, ", ".join(unknown)
+        )
+    latent.fold(model, [cls for cls, treatment in treatments.items() if treatment is Treatment.FOLDED])
+    caches, vocab_size = discovery.probe(model, family, _latent_ranks(model))
     text_config = {**config, **config.get("text_config", {})}
     return LoadedModel(
         model=model,
         family=family,
-        layers=layers,
+        layout=_layout(treatments),
+        unreviewed=tuple(unknown),
+        caches=caches,
         vocab_size=vocab_size,
         max_model_len=next((int(text_config[k]) for k in _CONTEXT_KEYS if text_config.get(k)), _DEFAULT_CONTEXT_TOKENS),
         eos_token_ids=_token_ids(config.get("eos_token_id", text_config.get("eos_token_id"))),
@@ -201,14 +182,26 @@ def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults |
     )
 
 
-def attach(loaded: LoadedModel, step: Step) -> list[PagedCache]:
-    """Put the sampling head and the attention dispatcher into place; the result goes to the model as its cache."""
+def attach(loaded: LoadedModel, step: Step) -> AttachedCaches:
+    """Put the sampling head, the attention dispatcher and the mixers' wrappers into place."""
     attention.install()
     if cpu_math.is_available():
         cpu_math.install()
         cpu_rope.install(step)
     _attach_head(loaded.model, step)
-    return [PagedCache(step, layer) for layer in range(len(loaded.layers))]
+    if loaded.layout is Layout.ROWS:
+        latent.multiply_by_heads()
+    for cls, treatment in treatments_of(loaded.model).items():
+        if treatment is Treatment.SPLIT:
+            mixers.install(cls)
+        elif treatment is Treatment.OVERRIDE:
+            overrides.install(cls)
+    leaves: list[PagedCache | StateCache] = []
+    for index, shape in enumerate(loaded.caches):
+        leaves.append(
+            StateCache(step, index, shape) if isinstance(shape, StateShape) else PagedCache(step, index, shape)
+        )
+    return AttachedCaches(discovery.nested(make_prompt_cache(loaded.model), iter(leaves)), leaves)
 
 
 def sampled_logits(logits: mx.array, batch: Batch) -> mx.array:
@@ -220,45 +213,50 @@ def sampled_logits(logits: mx.array, batch: Batch) -> mx.array:
     return rows[mx.array(batch.sampled_rows, mx.int32)]
 
 
-def _probe(model: Module, family: str) -> tuple[tuple[LayerShape, ...], int]:
-    """Run one token to see what each layer stores, and how many logits come out."""
-    caches = make_prompt_cache(model)
-    foreign = sorted({type(cache).__name__ for cache in caches} - {KVCache.__name__})
-    if foreign:
-        raise UnsupportedModelError(f"{family}: its caches are {', '.join(foreign)}; supported is KVCache alone")
-    probes = [_ProbingCache() for _ in caches]  # type: ignore[no-untyped-call]
-    logits = model(mx.array([[0]], mx.int32), cache=probes)
-    layers = []
-    for index, probe in enumerate(probes):
-        if probe.shapes is None or probe.dtype is None:
-            raise UnsupportedModelError(f"{family}: layer {index} does not use its cache")
-        if probe.window_size is not None:
-            raise UnsupportedModelError(
-                f"{family}: layer {index} attends through a window of {probe.window_size} tokens"
-            )
-        key_shape, value_shape = probe.shapes
-        if key_shape != value_shape:
-            raise UnsupportedModelError(f"{family}: layer {index} has keys {key_shape} but values {value_shape}")
-        layers.append(LayerShape(num_kv_heads=key_shape[1], head_dim=key_shape[3], dtype=probe.dtype))
-    return tuple(layers), logits.shape[-1]
+def _text_model(model: Module) -> Module:
+    """Inside of a vision wrapper, which may hide what kind of cache its text model wants."""
+    inner = getattr(model, "language_model", None)
+    while isinstance(inner, Module) and (hasattr(inner, "make_cache") or hasattr(inner, "layers")):
+        model, inner = inner, getattr(inner, "language_model", None)
+    return model
+
+
+def _latent_ranks(model: Module) -> list[int]:
+    modules = model.modules()  # type: ignore[no-untyped-call]
+    return sorted({module.kv_lora_rank for module in modules if hasattr(module, "kv_lora_rank")})
+
+
+def _layout(treatments: Mapping[type, Treatment | None]) -> Layout:
+    kinds = set(treatments.values())
+    if None in kinds or Treatment.DENSE in kinds:
+        return Layout.DENSE
+    return Layout.ROWS if kinds & {Treatment.LATENT, Treatment.FOLDED} else Layout.FLAT
 
 
 def _attach_head(model: Module, step: Step) -> None:
+    """To the output projection and to the embedding: a few families have both and use either."""
+    found = False
     for path in _HEADS:
         owner, name = _owner(model, path)
         head = getattr(owner, name, None)
         if isinstance(head, SamplingHead):
             head = head.project
-        if isinstance(head, Module):
-            setattr(owner, name, SamplingHead(head, step))
-            return
+        if isinstance(owner, Module) and isinstance(head, Module):
+            # Into the module's own dictionary: some families ask whether the head is in it.
+            owner.pop(name, None)
+            owner[name] = SamplingHead(head, step)
+            found = True
+            break
     for path in _EMBEDDINGS:
         owner, name = _owner(model, path)
         embedding = getattr(owner, name, None)
         if isinstance(embedding, Module):
             embedding.as_linear = SamplingHead(functools.partial(type(embedding).as_linear, embedding), step)  # type: ignore[attr-defined]
-            return
-    raise UnsupportedModelError(f"{type(model).__module__}: its output projection was not found")
+            found = True
+            break
+    if not found:
+        name = inspection.family_of(model)
+        logger.warning("%s: its output projection was not found; it will compute logits of every row", name)
 
 
 def _owner(model: Module, path: str) -> tuple[Module | None, str]:

@@ -1,6 +1,7 @@
-"""What the worker knows of a sequence between steps: tokens, block table, hash chain, sampling, whether it ended."""
+"""What the worker knows of a sequence between steps: tokens, block tables, hash chain, sampling, whether it ended."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from cluster.kv.hashing import HASH_BYTES, BlockHash, hash_block, split_hashes
 from protos.cidery.v1.sampling_pb2 import SamplingParams
@@ -10,19 +11,28 @@ from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
 from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
 
-# Every layer attends fully, so one block table serves them all.
-GROUP = 0
+
+@dataclass(frozen=True, slots=True)
+class TableLayout:
+    """What the block tables of a sequence are like. `main_group` is the first that keeps all tokens; None if none."""
+
+    block_size: int
+    is_state: tuple[bool, ...]
+    main_group: int | None
 
 
 class SequenceState:
     """One sequence. Raises ProtocolError for whatever worker.proto does not allow."""
 
-    def __init__(self, message: NewSequence, *, block_size: int, root: BlockHash, defaults: SamplingDefaults) -> None:
+    def __init__(
+        self, message: NewSequence, *, layout: TableLayout, root: BlockHash, defaults: SamplingDefaults
+    ) -> None:
         self.seq_id: int = message.seq_id
         self.token_ids: list[int] = list(message.token_ids)
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = [[] for _ in layout.is_state]
         self.has_ended = False
-        self._block_size = block_size
+        self._layout = layout
+        self._block_size = layout.block_size
         self._root = root
         self._hashes = self._known_hashes(message.block_hashes)
         self._stop_token_ids = frozenset(message.stop_token_ids)
@@ -32,17 +42,24 @@ class SequenceState:
         self.append_blocks(message.block_tables)
 
     def append_blocks(self, groups: Iterable[GroupBlocks]) -> None:
-        """Lengthen the block table."""
+        """Lengthen block tables."""
         for blocks in groups:
-            check_group(blocks.group, f"sequence {self.seq_id}")
-            self.block_table.extend(blocks.block_ids)
+            self.block_tables[blocks.group].extend(blocks.block_ids)
 
-    def replace_block(self, index: int, block_id: int) -> None:
+    def replace_block(self, group: int, index: int, block_id: int) -> None:
         """Go over to another block of the same content."""
-        if index >= len(self.block_table):
-            has = len(self.block_table)
-            raise ProtocolError(f"sequence {self.seq_id}: edit of block {index} but the block table has {has}")
-        self.block_table[index] = block_id
+        table = self.block_tables[group]
+        if index >= len(table):
+            raise ProtocolError(
+                f"sequence {self.seq_id}: edit of block {index} but the block table of group {group} has {len(table)}"
+            )
+        table[index] = block_id
+
+    def rename_blocks(self, groups: Iterable[int], moves: Mapping[int, int]) -> None:
+        """Blocks of these groups have moved."""
+        for group in groups:
+            table = self.block_tables[group]
+            table[:] = [moves.get(block_id, block_id) for block_id in table]
 
     def append_token(self, token_id: int) -> bool:
         """Take a drawn token; True if it ends the sequence."""
@@ -54,17 +71,20 @@ class SequenceState:
         """The slice's tokens and the blocks under them."""
         start, known = piece.start, len(self.token_ids)
         end = start + piece.num_tokens
-        num_blocks = -(-end // self._block_size)
         if end == start:
             raise self._bad_slice(start, end, "is empty; at least 1 token is needed")
         if end > known:
             raise self._bad_slice(start, end, f"reaches beyond the {known} known tokens")
         if piece.samples and end != known:
             raise self._bad_slice(start, end, f"samples but does not end with the last of the {known} known tokens")
-        if num_blocks > len(self.block_table):
-            has = len(self.block_table)
-            raise self._bad_slice(start, end, f"needs {num_blocks} blocks but the block table has {has}")
-        return Span(self.token_ids[start:end], start, self.block_table, piece.samples)
+        for group, (is_state, table) in enumerate(zip(self._layout.is_state, self.block_tables, strict=True)):
+            needed = 1 if is_state else -(-end // self._block_size)
+            if needed > len(table):
+                problem = f"needs {needed} blocks but the block table of group {group} has {len(table)}"
+                raise self._bad_slice(start, end, problem)
+        main = self._layout.main_group
+        table = [] if main is None else self.block_tables[main]
+        return Span(self.token_ids[start:end], start, table, piece.samples, self.block_tables)
 
     def _bad_slice(self, start: int, end: int, problem: str) -> ProtocolError:
         return ProtocolError(f"sequence {self.seq_id}: slice [{start}, {end}) {problem}")
@@ -88,12 +108,6 @@ class SequenceState:
             allowed = f"a multiple of {HASH_BYTES}, up to {most * HASH_BYTES}"
             raise ProtocolError(f"sequence {self.seq_id}: {len(joined)} bytes of block hashes; allowed is {allowed}")
         return split_hashes(joined)
-
-
-def check_group(group: int, what: str) -> None:
-    """Raises ProtocolError unless `group` exists."""
-    if group != GROUP:
-        raise ProtocolError(f"{what}: group {group} does not exist; the model has one group, {GROUP}")
 
 
 def row_sampling(seq_id: int, params: SamplingParams, defaults: SamplingDefaults) -> RowSampling:

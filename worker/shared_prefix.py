@@ -41,7 +41,7 @@ def find_shared_prefix(
     """
     by_first_block: dict[int, list[int]] = {}
     for index, table in enumerate(block_tables):
-        if starts[index] >= block_size:
+        if starts[index] >= block_size and table:
             by_first_block.setdefault(table[0], []).append(index)
     best: SharedPrefix | None = None
     best_saved = _MIN_SAVED_TOKENS - 1

@@ -34,7 +34,7 @@ class Answer:
 def answer(engine: Engine, prompt: list[int], *, max_tokens: int, sampling: SamplingParams) -> Answer:
     """Run one sequence to its end: a stop token or `max_tokens`."""
     num_blocks = 1 + -(-(len(prompt) + max_tokens) // _BLOCK_SIZE)
-    engine.configure(pb.Configure(block_size=_BLOCK_SIZE, num_blocks=num_blocks + 1, root_hash=bytes(16)))
+    tables = configure(engine, num_blocks)
     sequence = pb.NewSequence(
         seq_id=_SEQ_ID,
         token_ids=prompt,
@@ -43,13 +43,12 @@ def answer(engine: Engine, prompt: list[int], *, max_tokens: int, sampling: Samp
     )
     plan = pb.StepPlan(new_sequences=[sequence])
     # The whole table at once: with a single sequence there is nothing to share blocks with.
-    blocks = pb.GroupBlocks(block_ids=range(1, num_blocks + 1))
     started_s = time.perf_counter()
     for start in range(0, len(prompt), _CHUNK_TOKENS):
         size = min(_CHUNK_TOKENS, len(prompt) - start)
         piece = plan.slices.add(seq_id=_SEQ_ID, start=start, num_tokens=size, samples=start + size == len(prompt))
         if start == 0:
-            piece.new_blocks.append(blocks)
+            piece.new_blocks.extend(tables)
         result = engine.execute(plan)
         plan = pb.StepPlan()
     prefilled_s = time.perf_counter()
@@ -62,6 +61,20 @@ def answer(engine: Engine, prompt: list[int], *, max_tokens: int, sampling: Samp
         step = pb.Slice(seq_id=_SEQ_ID, start=position, num_tokens=1, samples=True)
         result = engine.execute(pb.StepPlan(slices=[step]))
     return Answer(token_ids, len(prompt), prefilled_s - started_s, time.perf_counter() - prefilled_s)
+
+
+def configure(engine: Engine, num_blocks: int) -> list[pb.GroupBlocks]:
+    """Every token and one state of one sequence; returns its block tables."""
+    layers = engine.describe().layers
+    states = [index for index, layer in enumerate(layers) if layer.states]
+    attention = [index for index, layer in enumerate(layers) if not layer.states]
+    kinds = [(caches, size) for caches, size in ((attention, num_blocks), (states, 1)) if caches]
+    configure = pb.Configure(block_size=_BLOCK_SIZE, root_hash=bytes(16))
+    for pool, (caches, size) in enumerate(kinds):
+        configure.groups.add(pool=pool, layers=caches)
+        configure.num_blocks.append(size + 1)
+    engine.configure(configure)
+    return [pb.GroupBlocks(group=group, block_ids=range(1, size + 1)) for group, (_, size) in enumerate(kinds)]
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:

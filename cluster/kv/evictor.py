@@ -7,7 +7,7 @@ from cluster.kv.events import EventLog
 from cluster.kv.group_managers import GroupManager, locals_by_rule
 from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
-from cluster.kv.prefix_tree import PrefixTree, Segment, held
+from cluster.kv.prefix_tree import PrefixTree, Segment
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Evictor:
                     self._thin_group(segment, manager, start, end)
 
     def _thin_group(self, segment: Segment, manager: GroupManager, start: int, end: int) -> None:
-        num_dropped = self.clear(segment, manager, start, end)
+        num_dropped = self.clear(segment, manager, start, end, spares_held=True)
         self.counts[manager.group_id].num_left_behind += num_dropped
         blocks = segment.blocks[manager.group_id]
         # Blocks that a sequence still holds are left, and looked at again.
@@ -151,8 +151,11 @@ class Evictor:
         if is_gone and self._windows:
             self.thin_from(parent, self._lowest_needed(old_end))
 
-    def clear(self, segment: Segment, manager: GroupManager, start: int, end: int) -> int:
-        """Forget one group's unreferenced blocks at positions `[start, end)`; returns how many. O(positions)."""
+    def clear(self, segment: Segment, manager: GroupManager, start: int, end: int, *, spares_held: bool = False) -> int:
+        """Forget one group's blocks at positions `[start, end)`, or those that no sequence holds; returns how many.
+
+        O(positions).
+        """
         blocks = segment.blocks[manager.group_id]
         first, last = start - segment.start, end - segment.start
         pool = self._pools[manager.pool_id]
@@ -163,10 +166,12 @@ class Evictor:
             if ids:
                 self._events.removed(manager.group_id, segment.hashes_between(start, end))
             return len(ids)
-        offsets = [i for i in range(first, last) if blocks[i] != NULL_BLOCK and pool.is_evictable(blocks[i])]
+        offsets = [i for i in range(first, last) if blocks[i] != NULL_BLOCK]
+        if spares_held:
+            offsets = [i for i in offsets if not pool.ref_count(blocks[i])]
         if offsets:
             self.num_evicted += len(offsets)
-            pool.forget(held([blocks[i] for i in offsets]))
+            pool.forget([blocks[i] for i in offsets])
             hashes = b"".join(segment.hash_at(segment.start + i) for i in offsets)
             self._events.removed(manager.group_id, hashes)
             for i in offsets:

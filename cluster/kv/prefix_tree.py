@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from cluster.kv.hashing import HASH_BYTES, BlockHash
-from cluster.kv.layout import NULL_BLOCK
 
 # Where the gap between two uses is not known yet.
 NO_GAP = -1
@@ -200,11 +199,6 @@ class PrefixTree:
                 assert child.first_hash == first_hash
         assert num_segments == self.num_segments, "segments are miscounted"
         assert all(child.parent is self.root and child.start == 0 for child in self.root.children.values())
-
-
-def held(blocks: Sequence[int]) -> list[int]:
-    """The block ids that are there."""
-    return [block_id for block_id in blocks if block_id != NULL_BLOCK]
 
 
 def _num_common(mine: bytearray, my_first: int, other: bytes, other_first: int, max_blocks: int) -> int:

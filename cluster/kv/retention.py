@@ -17,7 +17,6 @@ from cluster.kv.events import EventLog
 from cluster.kv.evictor import Evictor
 from cluster.kv.group_managers import GroupManager
 from cluster.kv.hashing import HASH_BYTES
-from cluster.kv.layout import NULL_BLOCK
 from cluster.kv.memory import PoolSet
 from cluster.kv.point_costs import PointCosts, fallback_of
 from cluster.kv.points import PointKind, StopModel
@@ -83,12 +82,9 @@ class Retention:
             segment.gap, segment.last_use = age, clock
         for segment in path[:-1]:
             self._stops.observe(segment, is_stop=False)
-        if path and (end := path[-1]).end < num_wanted:
-            if depth < end.end:
-                self._stops.observe(end, is_stop=False)
-            elif end.children:
-                # It goes on, but not as anything known does.
-                self._stops.observe(end, is_stop=True)
+        if path and depth == (end := path[-1]).end < num_wanted and end.children:
+            # It goes on, but not as anything known does.
+            self._stops.observe(end, is_stop=True)
         return self._observe_ghosts(hashes, depth)
 
     def release(self, is_enough: Callable[[], bool], lacking: Callable[[], int], worth: float | None = None) -> bool:
@@ -242,16 +238,15 @@ class Retention:
 
     def _drop_inner(self, segment: Segment) -> None:
         """An inner point goes: its state now, its window as far as nothing else needs it."""
-        if self._is_full_only or not segment.is_point:
+        if self._is_full_only:
             return
         states = [m for m in self._managers if m.is_state]
         if any(self._pools[m.pool_id].ref_count(segment.blocks[m.group_id][-1]) for m in states):
             return  # A sequence is just starting from it.
         segment.is_point = False
         for manager in states:
-            if segment.blocks[manager.group_id][-1] != NULL_BLOCK:
-                num_dropped = self.evictor.clear(segment, manager, segment.end - 1, segment.end)
-                self.evictor.counts[manager.group_id].num_ranked += num_dropped
+            num_dropped = self.evictor.clear(segment, manager, segment.end - 1, segment.end)
+            self.evictor.counts[manager.group_id].num_ranked += num_dropped
         self.evictor.thin_upwards(segment)
 
     def _drop_leaf(self, segment: Segment, kind: int, num_blocks: int) -> None:
@@ -267,7 +262,7 @@ class Retention:
         if segment.parent is not None:
             # Its running sequences, or its own worth, keep the rest.
             segment.is_point = segment.is_point and segment.end == old_end
-            if self._is_full_only and self.evictor.has_evictable_tail(segment):
+            if self.evictor.has_evictable_tail(segment):
                 self._requeue(segment, kind, age)
         else:
             assert parent is not None
@@ -281,23 +276,20 @@ class Retention:
         else:
             fallback = fallback_of(segment)
             lost, freed = float(segment.end - fallback) * self._block_size, self._costs.leaf_bytes(segment, fallback)
-        if freed:
-            rank = self._policy.rank(segment.gap, segment.priority, age, lost, freed)
-            insort(self._queue, (kind, rank, self._number(), segment), key=lambda entry: _descending(entry))
+        # A leaf that is a point needs more than the point above, or it would not have become one.
+        assert freed > 0, "a leaf that frees nothing"
+        rank = self._policy.rank(segment.gap, segment.priority, age, lost, freed)
+        insort(self._queue, (kind, rank, self._number(), segment), key=lambda entry: _descending(entry))
 
     def _prune(self, segment: Segment) -> None:
         """After a leaf is gone: what above it has become a leaf and can't be resumed at its end goes too."""
         while segment.parent is not None and not segment.children and not segment.num_cursors:
             parent = segment.parent
             if segment.is_point or self._is_full_only:
-                if self.evictor.has_evictable_tail(segment):
-                    self._requeue(segment, self._kind_of(segment), self.clock - segment.last_use)
+                self._requeue(segment, self._kind_of(segment), self.clock - segment.last_use)
                 return
-            end = self.evictor.first_unreferenced(segment, segment.start)
-            is_gone = end == segment.start
-            self.evictor.trim(segment, end, is_orphan=True)
-            if not is_gone:
-                return
+            # Whoever is still to copy its last block knows that by its id.
+            self.evictor.trim(segment, segment.start, is_orphan=True)
             segment = parent
 
     def _remember(self, segment: Segment) -> None:

@@ -30,6 +30,25 @@ class NoMacAvailable(RoutingError):
         super().__init__(f"no Mac can take a request for {model!r}: {why}")
 
 
+class QueueFull(RoutingError):
+    """Too many requests wait already; worth trying again after `retry_after_s`, when those will have been placed."""
+
+    def __init__(self, model: str, num_waiting: int, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"{num_waiting} requests for {model!r} are waiting, which is the most; they take {retry_after_s:.1f} s"
+        )
+
+
+class DeadlineUnmet(RoutingError):
+    """No Mac can give the first token in time; `retry_after_s` is by how much it would be late."""
+
+    def __init__(self, model: str, predicted_s: float, deadline_s: float) -> None:
+        self.retry_after_s = max(1.0, predicted_s - deadline_s)
+        in_time = f"{predicted_s:.1f} s, its deadline is {deadline_s:.1f} s"
+        super().__init__(f"the first token of a request for {model!r} would take {in_time}")
+
+
 class UnknownMac(RoutingError):
     """No Mac of this name has joined."""
 

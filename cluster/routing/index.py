@@ -1,296 +1,279 @@
-"""The fleet's prefix index: which Mac holds which block.
+"""One model's prefix index: which Mac holds which block, and where each could resume a prompt.
 
-Owns, by group, a bit mask of Macs for each block hash, and for each Mac the set of what it holds, so that memory
-follows the live blocks and a Mac's end frees everything it had. A Mac's content is known from its first snapshot on;
-events then change it in the order of their seq. After a gap it stays as it was until the next snapshot.
+By group, a bit mask of Macs for each block hash; a Mac's bit is 1 << slot. Memory follows the live blocks, and a Mac's
+end frees all that it had. A Mac's content is known from its first snapshot or equal digest on; events then change it in
+the order of their seq. Whatever doesn't fit (a gap, a seq again, an unknown parent, another digest) leaves it as it is
+and asks for a resync.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from cluster.kv.hashing import BlockHash
-from cluster.routing.expected import ExpectedBlocks
-
-# A block as events name it: (group, block_hash).
-Block = tuple[int, BlockHash]
-
-# The group whose blocks are expected of a request that was just routed.
-PREFIX_GROUP = 0
+from cluster.kv.events import BlockEvent, BlocksStored
+from cluster.kv.group_managers import GroupManager, make_manager
+from cluster.kv.hashing import HASH_BYTES, BlockHash
+from cluster.kv.layout import KVGroup
+from cluster.routing.digests import NUM_BUCKETS, bucket_digests, hashes_in, in_buckets
+from cluster.routing.holdings import Holding
+from cluster.routing.match import Depths, ResumePass, leading_runs
 
 
 class Applied(Enum):
     """What the sender of a batch or snapshot has to do next."""
 
-    # Nothing: it was applied, or its content was known already.
+    # Nothing.
     OK = auto()
-    # Send a snapshot; if this was one, join first: the index doesn't know this incarnation.
+    # Compare digests, see PrefixIndex.check_digests; join first if the router doesn't know this incarnation.
     RESYNC = auto()
 
 
 @dataclass(frozen=True, slots=True)
+class ContentStats:
+    """Counts of one Mac's incarnation. `num_events` are (group, block) changes, `num_no_effect` those already so."""
+
+    next_seq: int
+    is_synced: bool
+    num_blocks_by_group: tuple[int, ...]
+    num_events: int
+    num_no_effect: int
+    num_gaps: int
+    num_repeated: int
+    num_unknown_parents: int
+    num_digest_mismatches: int
+
+
+@dataclass(frozen=True, slots=True)
 class MacIndexStats:
-    """Counts of one incarnation: events are (group, block) changes; gaps, stale batches and no-ops as they arrived."""
+    """What the prefix index knows of one Mac."""
 
     mac: str
     epoch: int
-    next_seq: int
-    is_synced: bool
-    num_blocks: int
-    num_events: int
-    num_gaps: int
-    num_stale_batches: int
-    num_no_effect_events: int
+    content: ContentStats
 
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """`num_keys` are distinct (group, block_hash) held by at least one Mac."""
+    """`num_keys` are distinct (group, block_hash) of each model that at least one Mac holds."""
 
     num_keys: int
-    num_expected: int
     macs: tuple[MacIndexStats, ...]
 
 
 @dataclass(slots=True)
-class _Incarnation:
-    mac: str
-    epoch: int
-    slot: int
+class _Content:
+    holdings: tuple[Holding, ...]
     next_seq: int = 0
     is_synced: bool = False
-    held: dict[int, set[BlockHash]] = field(default_factory=dict)
+    # Known at least once: it was synced and may have missed something since.
+    is_known: bool = False
     num_events: int = 0
+    num_no_effect: int = 0
     num_gaps: int = 0
-    num_stale_batches: int = 0
-    num_no_effect_events: int = 0
+    num_repeated: int = 0
+    num_unknown_parents: int = 0
+    num_digest_mismatches: int = 0
 
-    @property
-    def bit(self) -> int:
-        return 1 << self.slot
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where Macs can resume a prompt, in tokens, and what says so.
+
+    `resumable` leaves out Macs that hold nothing of use. `content` is how far each one's full attention goes, in
+    blocks; `lowered` are (group, macs, from, to) in blocks.
+    """
+
+    resumable: list[tuple[int, int]]
+    content: Depths
+    lowered: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
 class PrefixIndex:
-    """Blocks by Mac, confirmed by events and expected of requests under way."""
+    """Slots are the caller's: `open` one before anything else of it."""
 
-    def __init__(self) -> None:
-        self._masks: dict[int, dict[BlockHash, int]] = {}
-        self._macs: dict[str, _Incarnation] = {}
-        # None: a free slot.
-        self._by_slot: list[_Incarnation | None] = []
-        self._expected = ExpectedBlocks()
-        self._num_computed: dict[str, int] = {}
+    def __init__(self, groups: Sequence[KVGroup], block_size: int) -> None:
+        self._block_size = block_size
+        managers = tuple(make_manager(group, block_size) for group in groups)
+        full = [manager for manager in managers if manager.is_full]
+        self._is_full = tuple(manager.is_full for manager in managers)
+        # The one whose runs bound all others; a model need not have one.
+        self._leader = full[0].group_id if full else None
+        self._followers: tuple[GroupManager, ...] = tuple(m for m in managers if m.group_id != self._leader)
+        self._has_states = any(manager.is_state for manager in managers)
+        self._masks: tuple[dict[BlockHash, int], ...] = tuple({} for _ in groups)
+        self._contents: dict[int, _Content] = {}
 
-    def join(self, mac: str, epoch: int) -> None:
-        """Starts an incarnation with unknown content, in place of an earlier one. The same epoch again: no effect."""
-        known = self._macs.get(mac)
-        if known is not None:
-            if known.epoch == epoch:
-                return
-            self._free(known)
-        slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
-        if slot == len(self._by_slot):
-            self._by_slot.append(None)
-        self._macs[mac] = self._by_slot[slot] = _Incarnation(mac, epoch, slot)
+    def open(self, slot: int) -> None:
+        """Begin an incarnation of which nothing is known, in place of what the slot had."""
+        self.close(slot)
+        self._contents[slot] = _Content(tuple(Holding(masks, 1 << slot) for masks in self._masks))
 
-    def leave(self, mac: str, epoch: int) -> None:
-        """Frees all that is known of the incarnation; no effect if it isn't the present one."""
-        known = self._find(mac, epoch)
-        if known is not None:
-            self._free(known)
+    def close(self, slot: int) -> None:
+        """Free all that is known of the slot; no effect if it is not open. O(its blocks)."""
+        content = self._contents.pop(slot, None)
+        if content is not None:
+            for holding in content.holdings:
+                holding.clear()
 
-    def is_synced(self, mac: str) -> bool:
+    def is_open(self, slot: int) -> bool:
+        """Whether an incarnation has begun there."""
+        return slot in self._contents
+
+    def is_synced(self, slot: int) -> bool:
         """Whether the Mac's content is known and no event of it is missing."""
-        known = self._macs.get(mac)
-        return known is not None and known.is_synced
+        return slot in self._contents and self._contents[slot].is_synced
 
-    def apply(self, mac: str, epoch: int, seq: int, stored: Sequence[Block], removed: Sequence[Block]) -> Applied:
-        """One batch of presence changes. Batches already applied are ignored; after a gap all are, until a snapshot.
+    def is_known(self, slot: int) -> bool:
+        """Whether the Mac's content was known once; since then something may have been missed."""
+        return slot in self._contents and self._contents[slot].is_known
 
-        A block that is in both lists changed several times: what counts is which change it saw more often.
-        """
-        known = self._find(mac, epoch)
-        if known is None:
+    def desync(self, slot: int) -> None:
+        """Events may have been missed: digests will tell. The content stays meanwhile."""
+        self._contents[slot].is_synced = False
+
+    def apply(self, slot: int, seq: int, events: Sequence[BlockEvent]) -> Applied:
+        """One batch of presence changes, in order. Raises ValueError for a group that the model doesn't have."""
+        content = self._contents[slot]
+        if seq < content.next_seq:
+            # Sent twice, or a Mac that began anew without saying so: digests tell which.
+            content.num_repeated += 1
             return Applied.RESYNC
-        if seq < known.next_seq:
-            known.num_stale_batches += 1
-        elif known.is_synced and seq > known.next_seq:
-            known.num_gaps += 1
-            known.is_synced = False
-        elif known.is_synced:
-            known.next_seq = seq + 1
-            self._change(known, stored, removed)
-        return Applied.OK if known.is_synced else Applied.RESYNC
-
-    def load_snapshot(self, mac: str, epoch: int, next_seq: int, blocks: Iterable[Block]) -> Applied:
-        """Makes the Mac's content exactly `blocks`; the batch `next_seq` is the first that they don't include.
-
-        A snapshot older than the events applied is ignored.
-        """
-        known = self._find(mac, epoch)
-        if known is None:
+        if not content.is_synced:
             return Applied.RESYNC
-        if next_seq < known.next_seq:
-            known.num_stale_batches += 1
-            return Applied.OK if known.is_synced else Applied.RESYNC
-        wanted = set(blocks)
-        gone = [block for block in _blocks_of(known) if block not in wanted]
-        self._store(known, [block for block in wanted if block[1] not in known.held.get(block[0], ())])
-        self._remove(known, gone)
-        self._confirm(known, wanted)
-        known.next_seq = next_seq
-        known.is_synced = True
+        if seq > content.next_seq:
+            content.num_gaps += 1
+            content.is_synced = False
+            return Applied.RESYNC
+        content.next_seq = seq + 1
+        for event in events:
+            if not self._apply_one(content, event):
+                content.num_unknown_parents += 1
+                content.is_synced = False
+                return Applied.RESYNC
         return Applied.OK
 
-    def expect(self, request_id: str, mac: str, block_hashes: Sequence[BlockHash], num_matched: int) -> None:
-        """Counts these blocks as present on `mac` until it confirms them or `unexpect`; no effect on unknown Macs.
+    def load(self, slot: int, next_seq: int, joined_by_group: Sequence[bytes]) -> None:
+        """Make the Mac's content exactly this; the batch `next_seq` is the first that it doesn't include."""
+        self.load_buckets(slot, {group: (range(NUM_BUCKETS), joined) for group, joined in enumerate(joined_by_group)})
+        self._settle(self._contents[slot], next_seq)
 
-        The first `num_matched` are there or under way already; the request itself will compute the others.
+    def check_digests(self, slot: int, next_seq: int, digests: Sequence[int]) -> tuple[int, ...]:
+        """Groups that differ from what the Mac holds before batch `next_seq`. None: it is synced from here on."""
+        content = self._contents[slot]
+        differing = tuple(group for group, holding in enumerate(content.holdings) if holding.digest != digests[group])
+        if not differing:
+            self._settle(content, next_seq)
+        elif content.is_synced:
+            content.num_digest_mismatches += 1
+            content.is_synced = False
+        return differing
+
+    def differing_buckets(self, slot: int, group: int, digests: Sequence[int]) -> tuple[int, ...]:
+        """Buckets of a group in which the Mac holds something else than is known here. O(its blocks)."""
+        own = bucket_digests(self._contents[slot].holdings[group].blocks())
+        return tuple(bucket for bucket, digest in enumerate(digests) if digest != own[bucket])
+
+    def load_buckets(self, slot: int, buckets_by_group: Mapping[int, tuple[Sequence[int], bytes]]) -> None:
+        """Make these buckets of the Mac's content exactly these hashes."""
+        content = self._contents[slot]
+        for group, (buckets, joined) in buckets_by_group.items():
+            holding = content.holdings[group]
+            if not holding.num_blocks:
+                holding.store(joined)
+                continue
+            wanted = dict.fromkeys(hashes_in(joined))
+            held = set(hashes_in(in_buckets(holding.blocks(), buckets)))
+            holding.remove(b"".join(held.difference(wanted)))
+            holding.store(b"".join(each for each in wanted if each not in held))
+
+    def match(self, hashes: Sequence[BlockHash], num_tokens: int, macs: int) -> Match:
+        """Where each of `macs` can resume a prompt of `num_tokens` with these full blocks; 1 token always runs.
+
+        The same rule, and the same figure, as KVCacheManager.get_computed_blocks of each Mac.
         """
-        known = self._macs.get(mac)
-        if known is not None:
-            held = known.held.get(PREFIX_GROUP, ())
-            shared = [each for each in block_hashes[:num_matched] if each not in held]
-            own = [each for each in block_hashes[num_matched:] if each not in held]
-            self._expected.add(request_id, known.bit, own, shared)
+        size = self._block_size
+        num_usable = (num_tokens - 1) // size
+        if self._leader is None:
+            content: Depths = [(macs, len(hashes))]
+        else:
+            content = leading_runs(self._masks[self._leader].get, hashes, macs)
+        if not self._followers:
+            resumable = [(mask, min(depth * size, num_tokens - 1)) for mask, depth in content]
+            return Match(resumable, content)
+        steps = ResumePass(self._followers, self._masks, hashes, size)
+        whole = self._whole(steps, content, num_tokens, len(hashes))
+        limits = [(mask & ~whole, min(depth, num_usable)) for mask, depth in content]
+        resumable = [(mask, depth * size) for mask, depth in steps.run(limits)]
+        if whole:
+            resumable.append((whole, num_tokens - 1))
+        return Match(resumable, content, steps.lowered)
 
-    def unexpect(self, request_id: str) -> None:
-        """The request has ended; no effect if nothing is expected of it."""
-        self._expected.discard(request_id)
-        self._num_computed.pop(request_id, None)
+    def holds(self, slot: int, block_hash: BlockHash) -> bool:
+        """Whether the Mac has this block in the leading group, or in the first if there is no full attention."""
+        return bool(self._masks[self._leader or 0].get(block_hash, 0) >> slot & 1)
 
-    def take_computed(self) -> dict[str, int]:
-        """How many of its own blocks each request was seen to compute since the last call."""
-        computed, self._num_computed = self._num_computed, {}
-        return computed
+    def digests(self, slot: int) -> tuple[int, ...]:
+        """Of each group, to be compared with KVCacheManager.digests()."""
+        return tuple(holding.digest for holding in self._contents[slot].holdings)
 
-    def match(self, block_hashes: Sequence[BlockHash], group: int = PREFIX_GROUP) -> dict[str, int]:
-        """Leading blocks that each Mac holds, Macs without the first block left out. O(deepest match)."""
-        return self._depths(map(self._masks.get(group, {}).get, block_hashes))
+    @property
+    def num_keys(self) -> int:
+        """Distinct (group, block_hash) that a Mac holds."""
+        return sum(map(len, self._masks))
 
-    def match_expected(self, block_hashes: Sequence[BlockHash]) -> tuple[dict[str, int], dict[str, int]]:
-        """Depths as by `match`, and depths with the blocks that requests under way will have computed."""
-        confirmed = self.match(block_hashes)
-        expected = self._expected.masks
-        if expected.keys().isdisjoint(block_hashes):
-            return confirmed, confirmed
-        masks = self._masks.get(PREFIX_GROUP, {})
-        return confirmed, self._depths(masks.get(each, 0) | expected.get(each, 0) for each in block_hashes)
-
-    def stats(self) -> IndexStats:
-        """O(Macs)."""
-        return IndexStats(
-            num_keys=sum(len(masks) for masks in self._masks.values()),
-            num_expected=len(self._expected.masks),
-            macs=tuple(
-                MacIndexStats(
-                    mac=known.mac,
-                    epoch=known.epoch,
-                    next_seq=known.next_seq,
-                    is_synced=known.is_synced,
-                    num_blocks=sum(len(held) for held in known.held.values()),
-                    num_events=known.num_events,
-                    num_gaps=known.num_gaps,
-                    num_stale_batches=known.num_stale_batches,
-                    num_no_effect_events=known.num_no_effect_events,
-                )
-                for known in self._macs.values()
-            ),
+    def stats(self, slot: int) -> ContentStats:
+        """Counts of the slot's incarnation."""
+        content = self._contents[slot]
+        return ContentStats(
+            next_seq=content.next_seq,
+            is_synced=content.is_synced,
+            num_blocks_by_group=tuple(holding.num_blocks for holding in content.holdings),
+            num_events=content.num_events,
+            num_no_effect=content.num_no_effect,
+            num_gaps=content.num_gaps,
+            num_repeated=content.num_repeated,
+            num_unknown_parents=content.num_unknown_parents,
+            num_digest_mismatches=content.num_digest_mismatches,
         )
 
     def check(self) -> None:
-        """Raises AssertionError unless masks are exactly what the Macs hold and every slot has one owner."""
-        masks: dict[int, dict[BlockHash, int]] = {}
-        for known in self._macs.values():
-            assert self._by_slot[known.slot] is known
-            assert all(known.held.values())
-            for group, block_hash in _blocks_of(known):
-                by_hash = masks.setdefault(group, {})
-                by_hash[block_hash] = by_hash.get(block_hash, 0) | known.bit
-        assert masks == self._masks
-        assert sum(known is not None for known in self._by_slot) == len(self._macs)
-        self._expected.check()
+        """Raises AssertionError unless masks, logs and digests agree. O(blocks of all Macs)."""
+        every = 0
+        for slot, content in self._contents.items():
+            every |= 1 << slot
+            for holding in content.holdings:
+                holding.check()
+        for masks in self._masks:
+            assert all(mask and not mask & ~every for mask in masks.values()), "a mask names nobody, or a closed slot"
 
-    def _find(self, mac: str, epoch: int) -> _Incarnation | None:
-        known = self._macs.get(mac)
-        return known if known is not None and known.epoch == epoch else None
+    def _apply_one(self, content: _Content, event: BlockEvent) -> bool:
+        """False: the block before the stored ones is not known here, though full attention must have it."""
+        if not 0 <= event.group < len(content.holdings):
+            raise ValueError(f"event of group {event.group}; the model has groups 0 to {len(content.holdings) - 1}")
+        holding = content.holdings[event.group]
+        if isinstance(event, BlocksStored):
+            parent = event.parent_hash
+            if parent is not None and self._is_full[event.group] and not holding.masks.get(parent, 0) & holding.bit:
+                return False
+            content.num_no_effect += holding.store(event.hashes)
+        else:
+            content.num_no_effect += holding.remove(event.hashes)
+        content.num_events += len(event.hashes) // HASH_BYTES
+        return True
 
-    def _free(self, known: _Incarnation) -> None:
-        self._remove(known, list(_blocks_of(known)))
-        self._expected.drop(known.bit)
-        del self._macs[known.mac]
-        self._by_slot[known.slot] = None
+    def _settle(self, content: _Content, next_seq: int) -> None:
+        content.next_seq = next_seq
+        content.is_synced = content.is_known = True
 
-    def _change(self, known: _Incarnation, stored: Sequence[Block], removed: Sequence[Block]) -> None:
-        both = set(stored).intersection(removed) if stored and removed else set()
-        if both:
-            surplus = {block: stored.count(block) - removed.count(block) for block in both}
-            stored = [block for block in stored if surplus.get(block, 1) > 0]
-            removed = [block for block in removed if surplus.get(block, -1) < 0]
-        self._store(known, stored)
-        self._remove(known, removed)
-        self._confirm(known, stored)
+    def _whole(self, steps: ResumePass, content: Depths, num_tokens: int, num_blocks: int) -> int:
+        """Macs that have all of a prompt of whole blocks, so that but its last token need not run.
 
-    def _confirm(self, known: _Incarnation, blocks: Iterable[Block]) -> None:
-        hashes = (block_hash for group, block_hash in blocks if group == PREFIX_GROUP)
-        for request_id, num_blocks in self._expected.confirm(known.bit, hashes).items():
-            self._num_computed[request_id] = self._num_computed.get(request_id, 0) + num_blocks
-
-    def _store(self, known: _Incarnation, blocks: Iterable[Block]) -> None:
-        bit = known.bit
-        for group, block_hash in blocks:
-            known.num_events += 1
-            held = known.held.setdefault(group, set())
-            if block_hash in held:
-                known.num_no_effect_events += 1
-                continue
-            held.add(block_hash)
-            masks = self._masks.setdefault(group, {})
-            masks[block_hash] = masks.get(block_hash, 0) | bit
-
-    def _remove(self, known: _Incarnation, blocks: Iterable[Block]) -> None:
-        bit = known.bit
-        for group, block_hash in blocks:
-            known.num_events += 1
-            held = known.held.get(group)
-            if held is None or block_hash not in held:
-                known.num_no_effect_events += 1
-                continue
-            held.remove(block_hash)
-            if not held:
-                del known.held[group]
-            masks = self._masks[group]
-            masks[block_hash] &= ~bit
-            if not masks[block_hash]:
-                del masks[block_hash]
-                if not masks:
-                    del self._masks[group]
-
-    def _depths(self, masks: Iterable[int | None]) -> dict[str, int]:
-        """Macs fall out in groups where the mask changes; the walk ends when none is left."""
-        depths: dict[str, int] = {}
-        alive, depth = -1, 0
-        for mask in masks:
-            left = alive & mask if mask else 0
-            if left != alive:
-                if depth:
-                    self._set_depth(depths, alive & ~left, depth)
-                if not left:
-                    return depths
-                alive = left
-            depth += 1
-        if depth:
-            self._set_depth(depths, alive, depth)
-        return depths
-
-    def _set_depth(self, depths: dict[str, int], mask: int, depth: int) -> None:
-        while mask:
-            lowest = mask & -mask
-            known = self._by_slot[lowest.bit_length() - 1]
-            assert known is not None, "a mask names a free slot"
-            depths[known.mac] = depth
-            mask ^= lowest
-
-
-def _blocks_of(known: _Incarnation) -> Iterator[Block]:
-    return ((group, block_hash) for group, held in known.held.items() for block_hash in held)
+        A state after the last token is of no use for that: it is past it.
+        """
+        if self._has_states or not num_blocks or num_blocks * self._block_size != num_tokens:
+            return 0
+        whole = sum(mask for mask, depth in content if depth == num_blocks)
+        for manager in self._followers:
+            whole = steps.holders(manager.first_needed(num_tokens - 1), num_blocks, manager.group_id, whole)
+            whole = steps.holders(0, manager.num_sink_blocks, manager.group_id, whole)
+        return whole

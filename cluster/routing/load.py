@@ -1,109 +1,198 @@
-"""Work that the router has given out and not yet got back, booked as leases.
+"""Work given out to one model's Macs and not yet got back, booked as leases.
 
 Every path to a Mac books here and nowhere else. A booking ends by `release`, by its lease, or with the incarnation of
-its Mac.
+its Mac. While its prompt is being prefilled, its chain counts as present on its Mac (`pending`).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+
+from cluster.kv.hashing import BlockHash
+from cluster.routing.mac import MacLoad
+from cluster.routing.pending import PendingChains, PendingNode
 
 
-@dataclass(frozen=True, slots=True)
 class Booking:
-    """One request on one incarnation of a Mac; `num_prefill_tokens` of its prompt are still to be computed."""
+    """One request on one Mac. `num_done_tokens` of its prompt were cached there or have been announced since."""
 
-    request_id: str
-    mac: str
-    epoch: int
-    num_prefill_tokens: int
-    expires_at_s: float
-    has_first_token: bool = False
+    __slots__ = (
+        "block_hashes",
+        "expires_at_s",
+        "has_first_token",
+        "is_prediction",
+        "num_done_tokens",
+        "num_predicted_tokens",
+        "num_tokens",
+        "pending",
+        "request_id",
+        "slot",
+    )
 
-
-@dataclass(frozen=True, slots=True)
-class MacLoad:
-    """Totals of one Mac: prompt tokens still to be prefilled, and requests past their first token."""
-
-    num_requests: int = 0
-    num_prefill_tokens: int = 0
-    num_decoding: int = 0
-
-
-_IDLE = MacLoad()
+    def __init__(
+        self,
+        request_id: str,
+        slot: int,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        num_predicted_tokens: int,
+        expires_at_s: float,
+        *,
+        is_prediction: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.slot = slot
+        self.block_hashes = block_hashes
+        self.num_tokens = num_tokens
+        self.num_predicted_tokens = num_predicted_tokens
+        self.num_done_tokens = num_predicted_tokens
+        self.expires_at_s = expires_at_s
+        # Whether what it would find was known when it was booked.
+        self.is_prediction = is_prediction
+        self.has_first_token = False
+        self.pending: PendingNode | None = None
 
 
 class LoadBook:
-    """Bookings by request, totals by incarnation (mac, epoch)."""
+    """Bookings by request; totals by slot, in lists that a decision reads as they are.
+
+    `prefill_work` is the sum of tokens times twice their mean context, as an integer: what attention over the past
+    costs, in pairs of tokens.
+    """
 
     def __init__(self) -> None:
+        self.pending = PendingChains()
+        self.num_prefilling: list[int] = []
+        self.num_prefill_tokens: list[int] = []
+        self.prefill_work: list[int] = []
+        self.num_decoding: list[int] = []
+        self.decode_context_tokens: list[int] = []
         self._bookings: dict[str, Booking] = {}
-        self._loads: dict[tuple[str, int], MacLoad] = {}
+        self._prefilling: list[dict[str, Booking]] = []
+
+    def add_slot(self) -> None:
+        """One more Mac."""
+        for totals in self._totals():
+            totals.append(0)
+        self._prefilling.append({})
 
     def book(self, booking: Booking) -> None:
-        """Replaces the request's earlier booking, if any."""
-        self._swap(booking)
+        """In place of the request's earlier booking, if any."""
+        self.release(booking.request_id)
+        self._bookings[booking.request_id] = booking
+        self._prefilling[booking.slot][booking.request_id] = booking
+        if booking.block_hashes:
+            booking.pending = self.pending.add(booking.slot, booking.block_hashes)
+        self._count(booking, 1)
 
-    def prefilled(self, request_id: str, num_tokens: int) -> None:
-        """So much more of its prompt is done. No effect without a booking."""
-        booking = self._bookings.get(request_id)
-        if booking is not None:
-            left = max(0, booking.num_prefill_tokens - num_tokens)
-            self._swap(replace(booking, num_prefill_tokens=left))
+    def get(self, request_id: str) -> Booking | None:
+        """The request's booking, if it has one."""
+        return self._bookings.get(request_id)
+
+    def progress(self, slot: int, block_size: int, holds: Callable[[int, BlockHash], bool]) -> None:
+        """The Mac has announced blocks: prefills booked there may have come further. O(those, and new blocks)."""
+        for booking in self._prefilling[slot].values():
+            hashes, depth = booking.block_hashes, booking.num_done_tokens // block_size
+            first = depth
+            while depth < len(hashes) and holds(slot, hashes[depth]):
+                depth += 1
+            if depth > first:
+                self._count(booking, -1)
+                # One token is left until the first one of the answer is there.
+                booking.num_done_tokens = min(depth * block_size, booking.num_tokens - 1)
+                self._count(booking, 1)
+            if depth == len(hashes):
+                self._confirm(booking)
 
     def first_token(self, request_id: str) -> None:
         """Its prefill is done. No effect a second time, or without a booking."""
         booking = self._bookings.get(request_id)
-        if booking is not None:
-            self._swap(replace(booking, num_prefill_tokens=0, has_first_token=True))
+        if booking is not None and not booking.has_first_token:
+            self._count(booking, -1)
+            booking.has_first_token = True
+            del self._prefilling[booking.slot][request_id]
+            self._count(booking, 1)
 
-    def release(self, request_id: str) -> None:
-        """The request has ended, however it did. No effect a second time."""
+    def release(self, request_id: str) -> Booking | None:
+        """The request has ended, however it did. None a second time."""
         booking = self._bookings.pop(request_id, None)
         if booking is not None:
-            self._add(booking, -1)
+            self._count(booking, -1)
+            self._prefilling[booking.slot].pop(request_id, None)
+            self._confirm(booking)
+        return booking
 
-    def expire(self, now_s: float) -> tuple[str, ...]:
-        """Releases what has outlived its lease and returns the request ids. O(bookings)."""
-        expired = tuple(each.request_id for each in self._bookings.values() if each.expires_at_s <= now_s)
-        for request_id in expired:
-            self.release(request_id)
-        return expired
+    def expire(self, now_s: float) -> tuple[Booking, ...]:
+        """Release what has outlived its lease. O(bookings)."""
+        return self._release_all(lambda booking: booking.expires_at_s <= now_s)
 
-    def drop(self, mac: str, epoch: int) -> tuple[str, ...]:
-        """Releases all bookings of an incarnation and returns the request ids. O(bookings)."""
-        dropped = tuple(each.request_id for each in self._bookings.values() if (each.mac, each.epoch) == (mac, epoch))
-        for request_id in dropped:
-            self.release(request_id)
-        return dropped
+    def drop(self, slot: int) -> tuple[Booking, ...]:
+        """Release all of a Mac: its incarnation has ended. O(bookings)."""
+        return self._release_all(lambda booking: booking.slot == slot)
 
-    def load(self, mac: str, epoch: int) -> MacLoad:
-        """Zero if nothing is booked there."""
-        return self._loads.get((mac, epoch), _IDLE)
+    def load(self, slot: int) -> MacLoad:
+        """Totals of one Mac."""
+        return MacLoad(
+            num_requests=self.num_prefilling[slot] + self.num_decoding[slot],
+            num_prefill_tokens=self.num_prefill_tokens[slot],
+            num_decoding=self.num_decoding[slot],
+        )
 
-    def incarnations(self) -> set[tuple[str, int]]:
-        """Those with at least one booking."""
-        return set(self._loads)
+    def longest(self, slot: int) -> tuple[int, int]:
+        """Tokens and work of the prompt there that has most tokens left. O(prompts under way there)."""
+        left, work = 0, 0
+        for booking in self._prefilling[slot].values():
+            num_left = booking.num_tokens - booking.num_done_tokens
+            if num_left > left:
+                left, work = num_left, num_left * (booking.num_done_tokens + booking.num_tokens)
+        return left, work
+
+    def __len__(self) -> int:
+        return len(self._bookings)
 
     def check(self) -> None:
-        """Raises AssertionError unless the totals are the sums of the bookings."""
+        """Raises AssertionError unless totals and chains are those of the bookings."""
         recount = LoadBook()
-        for booking in self._bookings.values():
-            recount._add(booking, 1)
-        assert recount._loads == self._loads
+        for _ in self._prefilling:
+            recount.add_slot()
+        chains: dict[int, dict[PendingNode, int]] = {}
+        for request_id, booking in self._bookings.items():
+            assert booking.request_id == request_id
+            assert booking.has_first_token != (request_id in self._prefilling[booking.slot])
+            recount._count(booking, 1)
+            if booking.pending is not None:
+                ends = chains.setdefault(booking.slot, {})
+                ends[booking.pending] = ends.get(booking.pending, 0) + 1
+        assert sum(map(len, self._prefilling)) == sum(not each.has_first_token for each in self._bookings.values())
+        assert recount._totals() == self._totals()
+        self.pending.check(chains)
 
-    def _swap(self, booking: Booking) -> None:
-        self.release(booking.request_id)
-        self._bookings[booking.request_id] = booking
-        self._add(booking, 1)
+    def _release_all(self, is_over: Callable[[Booking], bool]) -> tuple[Booking, ...]:
+        over = tuple(booking for booking in self._bookings.values() if is_over(booking))
+        for booking in over:
+            self.release(booking.request_id)
+        return over
 
-    def _add(self, booking: Booking, sign: int) -> None:
-        key = (booking.mac, booking.epoch)
-        load = self._loads.get(key, _IDLE)
-        total = MacLoad(
-            num_requests=load.num_requests + sign,
-            num_prefill_tokens=load.num_prefill_tokens + sign * booking.num_prefill_tokens,
-            num_decoding=load.num_decoding + (sign * booking.has_first_token),
+    def _confirm(self, booking: Booking) -> None:
+        """From here on the Mac's events alone say what it holds of the prompt."""
+        if booking.pending is not None:
+            self.pending.discard(booking.slot, booking.pending)
+            booking.pending = None
+
+    def _count(self, booking: Booking, sign: int) -> None:
+        slot = booking.slot
+        if booking.has_first_token:
+            self.num_decoding[slot] += sign
+            self.decode_context_tokens[slot] += sign * booking.num_tokens
+            return
+        num_left = booking.num_tokens - booking.num_done_tokens
+        self.num_prefilling[slot] += sign
+        self.num_prefill_tokens[slot] += sign * num_left
+        self.prefill_work[slot] += sign * num_left * (booking.num_done_tokens + booking.num_tokens)
+
+    def _totals(self) -> tuple[list[int], ...]:
+        return (
+            self.num_prefilling,
+            self.num_prefill_tokens,
+            self.prefill_work,
+            self.num_decoding,
+            self.decode_context_tokens,
         )
-        if total == _IDLE:
-            del self._loads[key]
-        else:
-            self._loads[key] = total

@@ -1,40 +1,143 @@
-"""How fast each Mac prefills, learnt from what it reports."""
+"""How long a Mac's steps take, learnt from those that it reports.
 
-# Shorter prefills are dominated by what a step costs however few its tokens.
-_MIN_TOKENS = 64
-# Weight of a new observation once the first few are in.
-_WEIGHT = 0.2
-# One observation counts at most this factor away from the estimate: a stalled step must not make a Mac look dead.
-_CLAMP = 2.0
+One straight line for all of them: a step of P prefill tokens at a mean context of X beside D decode rows over C tokens
+
+    seconds = step + token * P + context * P * X + row * D + row_context * C
+
+is fitted by a Kalman filter on relative errors, so that short and long steps count alike. The first few observations
+only scale the assumed line (their median ratio: one stalled step must not make a Mac look dead); after that one counts
+at most as three times the usual error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Steps after which a Mac's speed is known.
+NUM_SCALING = 5
+_CLAMP = 3.0
+# Relative error of one step: at first, at least, and the weight of the next one in its mean.
+_FIRST_ERROR = 0.5
+_LEAST_ERROR = 0.02
+_ERROR_GAIN = 0.05
+# Share of the first uncertainty that comes back with every step.
+_FADE = 0.0005
+# Share of the assumed cost below which none falls: no part of a step is free.
+_LEAST = 0.001
 
 
-class PrefillSpeeds:
-    """Tokens a second by Mac; a moving average with clamped outliers. Starts at the default."""
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step: prefill tokens and their mean context, rows that decoded and the sum of their contexts."""
 
-    def __init__(self, default_tokens_per_s: float) -> None:
-        self._default_tokens_per_s = default_tokens_per_s
-        self._tokens_per_s: dict[str, float] = {}
-        self._num_observed: dict[str, int] = {}
+    num_prefill_tokens: int
+    prefill_context_tokens: float
+    num_decoding: int
+    decode_context_tokens: int
+    seconds: float
 
-    def speed(self, mac: str) -> float:
-        """Tokens a second. A Mac that has not reported is taken for an average one, so that it gets its first work."""
-        known = self._tokens_per_s
-        if mac in known or not known:
-            return known.get(mac, self._default_tokens_per_s)
-        return sum(known.values()) / len(known)
 
-    def observe(self, mac: str, num_tokens: int, seconds: float) -> None:
-        """A prefill of `num_tokens` took `seconds` of the Mac's time; too short ones are not counted."""
-        if num_tokens < _MIN_TOKENS or seconds <= 0.0:
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step, of a prefill token, of it for each token of its context, of a row, and for each of its."""
+
+    step_s: float
+    token_s: float
+    context_s: float
+    row_s: float
+    row_context_s: float
+
+    @property
+    def weights(self) -> tuple[float, float, float, float, float]:
+        """In the order of the fields."""
+        return (self.step_s, self.token_s, self.context_s, self.row_s, self.row_context_s)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Of the first tokens of a prompt, in steps of 512."""
+        return 512.0 / (self.step_s + 512.0 * (self.token_s + 256.0 * self.context_s))
+
+    @property
+    def decode_step_s(self) -> float:
+        """Of a step of one row with 1,024 tokens."""
+        return self.step_s + self.row_s + 1024.0 * self.row_context_s
+
+
+def assumed_costs(prefill_tokens_per_s: float) -> StepCosts:
+    """The shape that Macs have before they have told: decoding a row takes as long as 20 prefill tokens.
+
+    An 8B model at 4 bit on a Pro chip prefills about 500 tokens a second and decodes 25; attention doubles the cost of
+    a token after some 32,000 tokens of context.
+    """
+    token_s = 1.0 / prefill_tokens_per_s
+    return StepCosts(
+        step_s=16.0 * token_s,
+        token_s=token_s * (1.0 - 16.0 / 512.0),
+        context_s=token_s / 32_768.0,
+        row_s=token_s,
+        row_context_s=token_s / 2_048.0,
+    )
+
+
+class StepModel:
+    """One Mac's line. `costs` is the present one."""
+
+    def __init__(self, assumed: StepCosts) -> None:
+        self.costs = assumed
+        self.num_observed = 0
+        self._assumed = assumed
+        self._ratios: list[float] = []
+        self._usual_error = _FIRST_ERROR
+        self._weights: list[float] = []
+        # Covariance of the weights, and the variance that each may have at most.
+        self._spread: list[list[float]] = []
+        self._most: list[float] = []
+        self._start_from(assumed)
+
+    def observe(self, sample: StepSample) -> None:
+        """Learn from a step; one that took no time or did nothing is not counted."""
+        if sample.seconds <= 0.0 or not sample.num_prefill_tokens + sample.num_decoding:
             return
-        estimate = self.speed(mac)
-        observed = min(max(num_tokens / seconds, estimate / _CLAMP), estimate * _CLAMP)
-        self._num_observed[mac] = self._num_observed.get(mac, 0) + 1
-        # The default is a guess: the first observations replace it rather than being averaged with it.
-        weight = max(_WEIGHT, 1.0 / self._num_observed[mac])
-        self._tokens_per_s[mac] = estimate + weight * (observed - estimate)
+        features = (
+            1.0,
+            float(sample.num_prefill_tokens),
+            sample.num_prefill_tokens * sample.prefill_context_tokens,
+            float(sample.num_decoding),
+            float(sample.decode_context_tokens),
+        )
+        self.num_observed += 1
+        if len(self._ratios) < NUM_SCALING:
+            self._ratios.append(sample.seconds / _dot(self._assumed.weights, features))
+            ratio = sorted(self._ratios)[len(self._ratios) // 2]
+            self._start_from(StepCosts(*(ratio * weight for weight in self._assumed.weights)))
+            return
+        predicted = _dot(self._weights, features)
+        limit = _CLAMP * self._usual_error
+        error = min(max(sample.seconds / predicted - 1.0, -limit), limit)
+        self._usual_error += _ERROR_GAIN * (max(abs(error), _LEAST_ERROR) - self._usual_error)
+        self._learn([feature / predicted for feature in features], error)
 
-    def forget(self, mac: str) -> None:
-        """Back to the default."""
-        self._tokens_per_s.pop(mac, None)
-        self._num_observed.pop(mac, None)
+    def _start_from(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self._weights = list(costs.weights)
+        self._most = [weight * weight for weight in self._weights]
+        self._spread = [[most if row == column else 0.0 for column in range(5)] for row, most in enumerate(self._most)]
+
+    def _learn(self, features: Sequence[float], error: float) -> None:
+        along = [_dot(row, features) for row in self._spread]
+        scale = self._usual_error**2 + _dot(along, features)
+        self._weights = [
+            max(weight + value / scale * error, _LEAST * least)
+            for weight, value, least in zip(self._weights, along, self._assumed.weights, strict=True)
+        ]
+        self.costs = StepCosts(*self._weights)
+        for index, row in enumerate(self._spread):
+            gain = along[index] / scale
+            for column, value in enumerate(along):
+                row[column] -= gain * value
+            # Macs change (heat, other programs), so certainty fades; never beyond what it was at the start, or weights
+            # that no step tells apart would run away.
+            row[index] = min(row[index] + _FADE * self._most[index], self._most[index])
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))

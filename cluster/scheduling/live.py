@@ -64,11 +64,6 @@ class LiveRequest:
         return self.request.priority
 
     @property
-    def deadline_s(self) -> float | None:
-        """None: the gateway aborts what has come too late."""
-        return None
-
-    @property
     def cost_tokens(self) -> int:
         """Tokens that it is expected to take, before it is known what is cached."""
         return self.max_length

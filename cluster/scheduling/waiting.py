@@ -37,10 +37,6 @@ class QueueEntry(Protocol):
         """Earlier goes first within a tenant, and among tenants that are level."""
 
     @property
-    def deadline_s(self) -> float | None:
-        """From then on, admitting it is of no use."""
-
-    @property
     def cost_tokens(self) -> int:
         """What serving it is expected to take: prompt not cached, and max_tokens."""
 
@@ -180,7 +176,6 @@ class WaitingQueue(Generic[E]):
     def __init__(self) -> None:
         self._nodes: dict[int, _Node[E]] = {}
         self._tiers: dict[int, _Tier[E]] = {}
-        self._deadlines: _KeyedHeap[_Node[E]] = _KeyedHeap()
         self._serials = count(1)
 
     def __len__(self) -> int:
@@ -201,14 +196,11 @@ class WaitingQueue(Generic[E]):
         while before is not sentinel and not before.is_charged and before.entry.arrival_s > entry.arrival_s:
             before = before.prev
         self._insert(node, before)
-        if entry.deadline_s is not None:
-            self._deadlines.put(node, (entry.deadline_s, node.serial))
 
     def push_front(self, entry: E) -> None:
         """Queue a preempted entry before all of its tenant. O(log n).
 
-        It has been paid for, and has met its deadline, when it was first admitted; neither applies again. Raises as
-        `push` does.
+        It was paid for when it was first admitted. Raises as `push` does.
         """
         node = self._new_node(entry, is_charged=True)
         self._insert(node, node.account.sentinel)
@@ -249,17 +241,8 @@ class WaitingQueue(Generic[E]):
         """Remove an entry that will not be served; nobody is charged. O(log n)."""
         self._file(self._take_out(entry).account)
 
-    def expired(self, now_s: float) -> list[E]:
-        """Remove and return the entries whose deadline has come, earliest first. O(log n) for each."""
-        entries: list[E] = []
-        for node in self._deadlines.take_until(now_s):
-            entries.append(node.entry)
-            self.remove(node.entry)
-        return entries
-
     def check(self) -> None:
         """Assert that lists, files and clocks agree. O(n)."""
-        self._deadlines.check()
         found: set[int] = set()
         for priority, tier in self._tiers.items():
             assert tier.priority == priority, f"tier {priority} calls itself {tier.priority}"
@@ -276,8 +259,6 @@ class WaitingQueue(Generic[E]):
                 assert file.records[account][0][0] == account.virtual_time, f"{tenant} is filed under an old time"
                 assert nodes or account.virtual_time > tier.virtual_time, f"{tenant} should be forgotten"
         assert found == set(self._nodes), "lists and map hold other entries"
-        timed = {n for n in self._nodes.values() if n.entry.deadline_s is not None and not n.is_charged}
-        assert set(self._deadlines.records) == timed, "a deadline is not filed, or of an entry that is gone"
 
     def _new_node(self, entry: E, *, is_charged: bool) -> _Node[E]:
         assert id(entry) not in self._nodes, f"{entry} is waiting already"
@@ -311,7 +292,6 @@ class WaitingQueue(Generic[E]):
         node = self._nodes.pop(id(entry), None)
         assert node is not None, f"{entry} is not waiting"
         node.prev.next, node.next.prev = node.next, node.prev
-        self._deadlines.discard(node)
         return node
 
     def _file(self, account: _Account[E]) -> None:

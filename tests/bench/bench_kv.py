@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.event_wire import PendingEvents, pack
+from cluster.event_wire import Batch, pack
 from cluster.kv.hashing import HASH_BYTES, hash_blocks, join_hashes, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
@@ -119,9 +119,7 @@ class Prompts:
 
     def run_and_send(self) -> None:
         self.run()
-        pending = PendingEvents()
-        pending.add(self.kv.take_events())
-        self.num_event_bytes = len(pack(pending.take("mac", 1, 0)))
+        self.num_event_bytes = len(pack(Batch("mac", 1, 0, self.kv.take_events())))
 
 
 def prompts(repetitions: int) -> list[Row]:

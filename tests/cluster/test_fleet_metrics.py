@@ -47,7 +47,23 @@ def test_a_mac_that_answers_shows_its_memory_and_groups():
 
 def test_a_mac_that_is_away_is_down_and_has_no_numbers():
     found = samples(fleet_text([admin_pb2.Mac(name="mini")]))
-    assert found == {("cidery_router_up", ()): 1, ("cidery_mac_up", (("mac", "mini"),)): 0}
+    own = {key: value for key, value in found.items() if not key[0].startswith("cidery_router_")}
+    assert own == {("cidery_mac_up", (("mac", "mini"),)): 0}
+
+
+def test_the_router_s_view_is_shown_though_the_mac_is_away():
+    drift = admin_pb2.Drift(num_predicted_tokens=7, num_actual_tokens=5, num_error_tokens=4, is_alarming=True)
+    load = admin_pb2.Load(num_requests=2, num_prefill_tokens=300)
+    state = admin_pb2.MAC_STATE_LOST
+    mac = admin_pb2.Mac(name="mini", state=state, load=load, drift=drift, prefill_tokens_per_s=500.0)
+    found, of_mac = samples(fleet_text([mac])), ("mac", "mini")
+    assert found["cidery_router_mac_state", (of_mac, ("state", "lost"))] == 1
+    assert found["cidery_router_booked_requests", (of_mac,)] == 2
+    assert found["cidery_router_booked_prefill_tokens", (of_mac,)] == 300
+    assert found["cidery_router_prefill_tokens_per_s", (of_mac,)] == 500.0
+    for name, value in (("predicted", 7), ("actual", 5), ("error", 4)):
+        assert found[f"cidery_router_hit_{name}_tokens_total", (of_mac,)] == value
+    assert found["cidery_router_drift_alarm", (of_mac,)] == 1
 
 
 def test_without_a_router_nothing_is_known_of_macs():

@@ -12,14 +12,15 @@ def test_nothing_said_is_the_default():
 
 
 def test_everything_said_arrives():
-    message = handling_pb2.Handling(tenant="research", priority=-100, retention_priority=8, pin_s=0.5)
-    assert Handling.from_proto(message) == Handling("research", -100, 8, 0.5)
+    message = handling_pb2.Handling(tenant="research", priority=-100, retention_priority=8, pin_s=0.5, session="s")
+    assert Handling.from_proto(message) == Handling("research", -100, 8, 0.5, "s")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"tenant": "t" * 129}, "tenant: may have at most 128 characters, got 129"),
+        ({"session": "s" * 129}, "session: may have at most 128 characters, got 129"),
         ({"tenant": "\ud800"}, "tenant: .*lone surrogate"),
         ({"priority": 101}, "priority: must be from -100 to 100, got 101"),
         ({"retention_priority": -9}, "retention_priority: must be from -8 to 8, got -9"),

@@ -88,7 +88,7 @@ def test_people_get_a_table_with_the_same_facts(path):
         ("nemotron-h-8b", [(0, "full-attention", None, 4), (1, "mamba2", None, 24)]),
         ("mamba2-2.7b", [(0, "mamba2", None, 64)]),
         ("deepseek-v3", [(0, "latent-attention", None, 61)]),
-        ("mistral-7b-v0.1", [(0, "window", 4096, 32)]),
+        ("mistral-7b-v0.1", [(0, "full-attention", None, 32)]),
     ],
 )
 def test_models_are_cut_as_their_layers_allow(name, groups):

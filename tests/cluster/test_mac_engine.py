@@ -8,6 +8,7 @@ import pytest
 from cluster import mac_engine
 from cluster.config import MacConfig, ModelConfig, bundled_model
 from cluster.mac_engine import MacEngine
+from cluster.routing.speed import StepSample
 from protos.cidery.worker.v1 import worker_pb2
 
 
@@ -33,12 +34,12 @@ def engine(monkeypatch, tmp_path):
 
 
 async def test_a_step_that_takes_too_long_ends_the_worker(engine):
-    engine._prefill_tokens = {7: 0}
+    engine._in_flight = {7: StepSample(0, 0.0, 1, 5, 0.0)}
     assert await engine._next_message(SlowWorker(60)) is None
 
 
 async def test_a_step_in_time_is_waited_for(engine):
-    engine._prefill_tokens = {7: 0}
+    engine._in_flight = {7: StepSample(0, 0.0, 1, 5, 0.0)}
     message = await engine._next_message(SlowWorker(0.1))
     assert message.result.step_id == 7
 

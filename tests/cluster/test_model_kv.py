@@ -1,6 +1,7 @@
 import importlib
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +17,11 @@ from cluster.kv.spec import (
     SlidingWindowSpec,
     StateTensor,
 )
-from cluster.model_kv import KV_BITS, specs_from_config
+from cluster.mac_memory import layer_specs
+from cluster.model_kv import ATTEND_FULLY, KV_BITS, specs_from_config
+from protos.cidery.worker.v1 import worker_pb2
+from tests.worker import families
+from worker import description, models
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PLAIN = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
@@ -52,7 +57,7 @@ def mamba2(heads, head_dim, state, groups):
         ("nemotron-h-8b", {mamba2(128, 64, 128, 8): 24, FullAttentionSpec(8, 128): 4}),
         ("mamba2-2.7b", {mamba2(80, 64, 128, 1): 64}),
         ("deepseek-v3", {MLASpec(512, 64): 61}),
-        ("mistral-7b-v0.1", {SlidingWindowSpec(8, 128, 4096): 32}),
+        ("mistral-7b-v0.1", {FullAttentionSpec(8, 128): 32}),
     ],
 )
 def test_published_configs_are_understood(name, layers):
@@ -177,31 +182,29 @@ def tiny_configs():
     yield pytest.param({"model_type": "llama4", "text_config": COMMON | LLAMA4}, id="llama4")
 
 
-def run(config):
-    """The caches of mlx-lm's own model after 24 tokens; unevaluated, as not all of it runs in bfloat16 on a CPU."""
+def found(config):
+    """What the worker finds in mlx-lm's own model, unevaluated: not all of it runs in bfloat16 on a CPU."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    cache = importlib.import_module("mlx_lm.models.cache").make_prompt_cache(model)
-    model(mx.zeros((1, 24), dtype=mx.int32), cache=cache)
-    return cache
+    caches = models.adapt(model, config).caches
+    return layer_specs(worker_pb2.Description(layers=[description.of_cache(cache) for cache in caches]))
 
 
-def token_bytes(cache):
-    return sum(x.shape[1] * x.shape[3] * x.dtype.size for x in (cache.keys, cache.values))
+def unnamed(spec):
+    return replace(spec, kind="state") if isinstance(spec, RecurrentStateSpec) else spec
 
 
 @pytest.mark.parametrize("config", list(tiny_configs()))
-def test_specs_are_what_mlx_lm_caches(config):
-    caches, specs = run(config), specs_from_config(config)
-    assert len(caches) == len(specs)
-    for cache, spec in zip(caches, specs, strict=True):
-        if isinstance(spec, RecurrentStateSpec):
-            assert [StateTensor(x.shape[1:], x.dtype.size) for x in cache.cache] == list(spec.tensors)
-            continue
-        assert token_bytes(cache) == spec.token_bytes
-        assert getattr(cache, "max_size", None) == getattr(spec, "window", None)
-        assert getattr(cache, "chunk_size", None) == getattr(spec, "chunk", None)
+def test_specs_are_what_the_worker_finds(config):
+    assert list(map(unnamed, specs_from_config(config))) == list(map(unnamed, found(config)))
+
+
+@pytest.mark.parametrize("model_type", sorted(ATTEND_FULLY & families.CASES.keys()))
+def test_families_that_attend_fully_do_so_whatever_their_config_says(model_type):
+    config = families.config_of(model_type) | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+    assert {type(spec) for spec in found(config)} == {FullAttentionSpec}
+    assert {type(spec) for spec in specs_from_config(config)} == {FullAttentionSpec}
 
 
 @pytest.mark.parametrize(
@@ -212,10 +215,11 @@ def test_specs_are_what_mlx_lm_caches(config):
         ({"max_window_layers": 0}, "WWWW"),
         ({"sliding_window_pattern": 2}, "WFWF"),
         ({"sliding_window_pattern": "LLLG"}, "WWWF"),
-        ({"model_type": "gemma2"}, "WFWF"),
+        ({"model_type": "gemma2"}, "FFFF"),
         ({"model_type": "cohere2"}, "WWWF"),
-        ({"model_type": "mistral"}, "WWWW"),
-        ({"sliding_window": None, "model_type": "mistral"}, "FFFF"),
+        ({"model_type": "mistral"}, "FFFF"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"] * 2}, "FFFF"),
+        ({"sliding_window": None, "model_type": "olmo3"}, "FFFF"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "FWFW"),
     ],
 )

@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 
 from cluster import wire
 from cluster.errors import BY_REASON, CideryError, InvalidRequest, MacLost, Overloaded, RequestTooLong
-from cluster.event_wire import Batch, PendingEvents, pack, pack_keys, unpack, unpack_keys
+from cluster.event_wire import Batch, pack, unpack
 from cluster.kv.events import BlocksRemoved, BlocksStored
 from cluster.kv.hashing import BlockHash
+from cluster.kv.memory import PoolResize
+from cluster.kv.planner import plan_layout
+from cluster.kv.spec import FullAttentionSpec, RecurrentStateSpec, StateTensor
+from cluster.scheduling.plan import StepPlan
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
 from protos.cidery.node.v1 import node_pb2
 
@@ -104,31 +108,46 @@ def test_every_failure_that_crosses_the_wire_has_a_reason_of_its_own():
     assert len(BY_REASON) == len(set(BY_REASON.values()))
 
 
-KEYS = st.tuples(st.integers(0, 3), HASHES)
+EVENTS = st.lists(
+    st.builds(
+        lambda stored, group, first, parent, index: (
+            BlocksStored(group, first, parent, index) if stored else BlocksRemoved(group, first)
+        ),
+        st.booleans(),
+        st.integers(0, 3),
+        HASHES,
+        st.none() | HASHES,
+        st.integers(0, 2**31),
+    ),
+    max_size=6,
+).map(tuple)
 
 
-@given(st.lists(KEYS, max_size=5).map(tuple), st.lists(KEYS, max_size=5).map(tuple), st.integers(0, 2**63 - 1))
-def test_event_batches_arrive_as_they_were_sent(stored, removed, epoch):
-    batch = Batch("mac-1", epoch, 7, stored, removed)
-    assert unpack(pack(batch)) == batch
-    assert unpack_keys(pack_keys(stored)) == stored
-
-
-@given(st.lists(st.tuples(st.sampled_from([b"a" * 16, b"b" * 16, b"c" * 16]), st.booleans()), max_size=20))
-def test_pending_events_have_the_effect_of_all_in_order(happened):
-    """A block stored, removed and stored again within a batch is present, whatever the batch's two lists say first."""
-    pending, present = PendingEvents(), set()
-    for raw, is_stored in happened:
-        block_hash = BlockHash(raw)
-        pending.add([BlocksStored(0, block_hash, None, 0) if is_stored else BlocksRemoved(0, block_hash)])
-        (present.add if is_stored else present.discard)((0, block_hash))
-    batch = pending.take("mac-1", 1, 0)
-    assert not set(batch.stored) & set(batch.removed)
-    assert set(batch.stored) == present
-    assert len(pending) == 0
+@given(EVENTS, st.integers(0, 2**63 - 1))
+def test_event_batches_arrive_as_they_were_sent(events, epoch):
+    batch = Batch("mac-1", epoch, 7, events)
+    arrived = unpack(pack(batch))
+    assert arrived == batch
+    assert [type(each) for each in arrived.events] == [type(each) for each in events]
 
 
 def test_a_full_queue_s_hint_reaches_the_gateway():
     arrived = wire.failure_from_proto(wire.failure_to_proto("r", Overloaded("full", 7.5)).failure)
     assert isinstance(arrived, Overloaded)
     assert arrived.retry_after_s == 7.5
+
+
+def test_resizes_and_their_moves_reach_the_worker():
+    resize = PoolResize(1, 40, ((41, 3), (44, 7)))
+    (message,) = wire.plan_to_proto(StepPlan(5, resizes=(resize,))).plan.resizes
+    assert (message.pool, message.num_blocks) == (1, 40)
+    assert [(move.source, move.target) for move in message.moves] == [(41, 3), (44, 7)]
+
+
+def test_a_layout_reaches_the_worker_with_its_groups_and_pools():
+    specs = [FullAttentionSpec(1, 8), RecurrentStateSpec("state", (StateTensor((3, 5), 4),)), FullAttentionSpec(1, 8)]
+    layout = plan_layout(specs, kv_budget_bytes=1 << 20, max_model_len=64)
+    message = wire.layout_to_proto(layout, BlockHash(b"r" * 16))
+    assert [(group.pool, list(group.layers)) for group in message.groups] == [(0, [0, 2]), (1, [1])]
+    assert list(message.num_blocks) == [pool.num_blocks for pool in layout.pools]
+    assert (message.block_size, message.root_hash) == (16, b"r" * 16)

@@ -12,7 +12,7 @@ from cluster.errors import MacLost, Overloaded
 from cluster.kv.hashing import BlockHash
 from cluster.kv_manager import NodeServicer
 from cluster.mac_link import MacLink, MacLinks
-from cluster.routing.router import Decision
+from cluster.routing.decision import Decision
 from cluster.scheduling.request import Finish, Request, SamplingParams, Update
 from protos.cidery.node.v1 import node_pb2_grpc
 
@@ -156,7 +156,7 @@ async def test_a_broken_link_is_replaced_and_its_mac_reported_lost():
     engine, lost = FakeEngine(), []
     links = MacLinks(lambda mac, epoch: lost.append((mac, epoch)))
     async with node(engine) as (server, address):
-        decision = Decision("a", "mac-1", 7, address, 3, 0, "", (), 0.0)
+        decision = Decision("a", "mac-1", 7, address, 3, 0, 0.0)
         link = links.get(decision)
         assert links.get(decision) is link
         run = asyncio.create_task(collect(link, "a"))

@@ -8,9 +8,8 @@ import pytest
 from mlx.utils import tree_map
 
 from protos.cidery.v1.sampling_pb2 import SamplingParams
-from protos.cidery.worker.v1 import worker_pb2 as pb
 from tests.msl_host.host import MslHost, engine_on_host
-from tests.worker.driver import ROOT, Driver, Request
+from tests.worker.driver import Driver, Request, configure_of
 from worker import models
 from worker.engine import Engine
 from worker.metal import dispatch
@@ -50,7 +49,7 @@ def _engine() -> Engine:
     mx.eval(model.parameters())
     loaded = models.adapt(model, _CONFIG)
     engine = Engine(loaded, dispatch.choose_kernels(loaded.layers), memory_limit_bytes=1 << 30)
-    engine.configure(pb.Configure(block_size=16, num_blocks=64, root_hash=ROOT))
+    engine.configure(configure_of(engine, num_blocks=64))
     return engine
 
 

@@ -21,8 +21,14 @@ ROOT = BlockHash(b"root-of-a-test-x")
 def make_engine(model, config, *, block_size=16, num_blocks=256) -> Engine:
     loaded = models.adapt(model, config)
     engine = Engine(loaded, twin_kernels(), memory_limit_bytes=1 << 30)
-    engine.configure(pb.Configure(block_size=block_size, num_blocks=num_blocks, root_hash=ROOT))
+    engine.configure(configure_of(engine, block_size=block_size, num_blocks=num_blocks))
     return engine
+
+
+def configure_of(engine: Engine, *, block_size=16, num_blocks=256) -> pb.Configure:
+    """All caches in one group."""
+    group = pb.Group(pool=0, layers=range(len(engine.describe().layers)))
+    return pb.Configure(block_size=block_size, num_blocks=[num_blocks], root_hash=ROOT, groups=[group])
 
 
 @dataclass

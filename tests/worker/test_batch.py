@@ -42,11 +42,11 @@ def test_every_token_has_its_own_slot_position_and_id(case):
         for token, position in zip(span.token_ids, range(span.start, span.end), strict=True)
     ]
     assert np.array(batch.tokens).ravel().tolist() == [token for token, *_ in expected]
-    assert batch.block_ids.tolist() == [block for _, _, block, _ in expected]
-    assert batch.block_offsets.tolist() == [offset for *_, offset in expected]
+    assert batch.rows.block_ids.tolist() == [block for _, _, block, _ in expected]
+    assert batch.rows.block_offsets.tolist() == [offset for *_, offset in expected]
     if len(spans) > 1:
         assert np.array(batch.offset).tolist() == [position for _, position, *_ in expected]
-    rows, offsets = (np.array(index) for index in batch.write_index(3))
+    rows, offsets = (np.array(index) for index in batch.rows.write_index(3))
     assert rows.tolist() == [[block * 3 + head for head in range(3)] for _, _, block, _ in expected]
     assert offsets.ravel().tolist() == [offset for *_, offset in expected]
     ends = np.cumsum(lengths)
@@ -85,12 +85,12 @@ def test_padding_of_a_decode_group_is_bounded(case):
 @settings(max_examples=50, deadline=None)
 @given(_spans())
 def test_decode_rows_for_a_ragged_kernel_form_one_group(case):
-    """It reads each row's own table and length; nothing is masked."""
+    """It reads each row's own table and length."""
     size, spans = case
     batch = Batch(spans, block_size=size, decodes_together=True)
-    assert [(group.first, group.last, group.mask) for group in batch.decode_groups] == [
-        (0, batch.num_decodes, None)
-    ] * (batch.num_decodes > 0)
+    assert [(group.first, group.last) for group in batch.decode_groups] == [(0, batch.num_decodes)] * (
+        batch.num_decodes > 0
+    )
     for group in batch.decode_groups:
         assert group.context_lens.tolist() == [span.end for span in batch.spans[: group.last]]
 

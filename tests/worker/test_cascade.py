@@ -55,7 +55,7 @@ def test_merged_halves_equal_the_whole(num_shared, num_sharers, num_others, seed
     keys, values = (rng.normal(size=(NUM_BLOCKS, KV_HEADS, SIZE, DIM)) for _ in range(2))
     queries = rng.normal(size=(batch.num_tokens, HEADS, 1, DIM)) * 3
     pools = [mx.array(pool.reshape(-1, SIZE, DIM).astype(np.float32)) for pool in (keys, values)]
-    output = cascade_attention(mx.array(queries.astype(np.float32)), *pools, batch, KV_HEADS, SCALE)
+    output = cascade_attention(mx.array(queries.astype(np.float32)), *pools, batch.rows, KV_HEADS, SCALE)
     np.testing.assert_allclose(np.array(output), brute_force(queries, keys, values, batch), atol=2e-5)
 
 

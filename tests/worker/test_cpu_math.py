@@ -58,7 +58,7 @@ def test_shared_rope_rotates_bit_for_bit_like_mlx(dims, freqs, spans):
     x = mx.random.normal(shape)
     given = {"traditional": False, "base": None if freqs is not None else 1e4, "scale": 0.5, "offset": batch.offset}
     expected = cpu_rope._mlx_rope(x, dims, freqs=freqs, **given)
-    step.begin(batch, KVTensors((), block_size=8, num_blocks=2))
+    step.begin(batch, KVTensors((), groups=(), num_blocks=(), block_size=8))
     for _ in range(2):
         assert mx.array_equal(shared(x, dims, freqs=freqs, **given), expected)
     assert len(shared._tables) == 1

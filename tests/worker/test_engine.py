@@ -11,7 +11,7 @@ from cluster.kv.hashing import hash_blocks
 from protos.cidery.v1 import sampling_pb2
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from tests.worker.driver import ROOT, Driver, Request, make_engine
+from tests.worker.driver import ROOT, Driver, Request, configure_of, make_engine
 from tests.worker.families import VOCAB_SIZE, config_of, make_model
 from worker import models
 from worker.engine import Engine
@@ -38,6 +38,15 @@ def engine(model):
     return make_engine(model, config_of("qwen3"))
 
 
+def _pools(engine: Engine) -> list[mx.array]:
+    """Keys and values of each layer; the engine holds them alone again when the list is gone."""
+    return list(engine._tensors._arrays._arrays.values())
+
+
+def _num_committed(engine: Engine) -> int:
+    return len(_pools(engine)[0]) // 2
+
+
 def _sequence(seq_id=1, token_ids=(1, 2, 3), **fields) -> pb.NewSequence:
     return pb.NewSequence(seq_id=seq_id, token_ids=token_ids, **{"sampling": _GREEDY, **fields})
 
@@ -60,7 +69,7 @@ VIOLATIONS = {
     r"slice \[0, 4\) reaches beyond the 3 known tokens": _plan(_slice(num_tokens=4), sequences=[_sequence()]),
     r"slice \[0, 0\) is empty": _plan(_slice(num_tokens=0), sequences=[_sequence()]),
     r"slice \[0, 2\) samples but does not end": _plan(_slice(num_tokens=2), sequences=[_sequence()]),
-    "needs 1 blocks but the block table has 0": _plan(_slice(blocks=()), sequences=[_sequence()]),
+    "needs 1 blocks but the block table of group 0 has 0": _plan(_slice(blocks=()), sequences=[_sequence()]),
     r"block id 256 is not in \[1, 256\)": _plan(_slice(blocks=[256]), sequences=[_sequence()]),
     r"block id 0 is not in \[1, 256\)": _plan(_slice(blocks=[0]), sequences=[_sequence()]),
     "group 1 does not exist": _plan(_slice(group=1), sequences=[_sequence()]),
@@ -68,6 +77,17 @@ VIOLATIONS = {
     "block copy: block id 300": _plan(copies=[pb.BlockCopy(source=300, target=1)]),
     "block table edit of sequence 9, which is unknown": _plan(edits=[pb.TableEdit(seq_id=9, block_id=1)]),
     "block copy: group 3": _plan(copies=[pb.BlockCopy(group=3, source=2, target=1)]),
+    "resize of pool 1, of 1": _plan(resizes=[pb.PoolResize(pool=1, num_blocks=9)]),
+    "resize of pool 0 to 0 blocks; at least 1": _plan(resizes=[pb.PoolResize(num_blocks=0)]),
+    "resize of pool 0 from 256 to 200 blocks moves block 100 to 3": _plan(
+        resizes=[pb.PoolResize(num_blocks=200, moves=[pb.PoolResize.Move(source=100, target=3)])]
+    ),
+    "resize of pool 0 from 256 to 200 blocks moves block 220 to 0": _plan(
+        resizes=[pb.PoolResize(num_blocks=200, moves=[pb.PoolResize.Move(source=220, target=0)])]
+    ),
+    r"block id 250 is not in \[1, 200\)": _plan(
+        _slice(blocks=[250]), sequences=[_sequence()], resizes=[pb.PoolResize(num_blocks=200)]
+    ),
     "zeroing: block id 300": _plan(zeroes=[pb.GroupBlocks(block_ids=[300])]),
     "15 bytes of block hashes; allowed is a multiple of 16, up to 0": _plan(
         sequences=[_sequence(block_hashes=b"x" * 15)]
@@ -89,11 +109,19 @@ def test_plan_that_breaks_the_protocol_is_refused_by_name(engine, message):
 
 def test_configure_is_first_once_and_sane(model):
     engine = Engine(models.adapt(model, config_of("qwen3")), twin_kernels(), memory_limit_bytes=1)
-    good = {"block_size": 16, "num_blocks": 8, "root_hash": ROOT}
+    groups = [pb.Group(layers=[0, 1, 2])]
+    good = {"block_size": 16, "num_blocks": [8], "root_hash": ROOT, "groups": groups}
     with pytest.raises(ProtocolError, match="before Configure"):
         engine.execute(pb.StepPlan())
-    for field, value in (("block_size", 0), ("num_blocks", 1), ("root_hash", b"short")):
-        with pytest.raises(ProtocolError, match=field):
+    for field, value, message in (
+        ("block_size", 0, "block_size is 0"),
+        ("num_blocks", [0], "num_blocks of pool 0 is 0"),
+        ("root_hash", b"short", "root_hash has 5 bytes"),
+        ("groups", [pb.Group(layers=[0, 1])], r"the groups have the caches \[0, 1\]"),
+        ("groups", [pb.Group(pool=1, layers=[0, 1, 2])], "group 0 is in pool 1; there are 1"),
+        ("groups", [*groups, pb.Group()], "group 1 mixes recurrent states and attention, or is empty"),
+    ):
+        with pytest.raises(ProtocolError, match=message):
             engine.configure(pb.Configure(**{**good, field: value}))
     engine.configure(pb.Configure(**good))
     with pytest.raises(ProtocolError, match="twice"):
@@ -127,9 +155,9 @@ def test_copies_read_all_sources_before_any_target_is_written(engine):
     """A swap of two blocks is a swap."""
     plan = _plan(_slice(num_tokens=32, blocks=[1, 2]), sequences=[_sequence(token_ids=list(range(32)))])
     engine.execute(plan)
-    before = [np.array(pool).reshape(-1, 2, 16, 16)[1:3] for pool in engine._tensors.keys]
+    before = [np.array(pool).reshape(-1, 2, 16, 16)[1:3] for pool in _pools(engine)[::2]]
     engine.execute(_plan(copies=[pb.BlockCopy(source=1, target=2), pb.BlockCopy(source=2, target=1)]))
-    after = [np.array(pool).reshape(-1, 2, 16, 16)[1:3] for pool in engine._tensors.keys]
+    after = [np.array(pool).reshape(-1, 2, 16, 16)[1:3] for pool in _pools(engine)[::2]]
     for old, new in zip(before, after, strict=True):
         assert np.array_equal(old[::-1], new)
         assert np.any(old[0] != old[1])
@@ -139,7 +167,7 @@ def test_zeroed_blocks_hold_zeros_and_their_neighbours_do_not(engine):
     plan = _plan(_slice(num_tokens=32, blocks=[1, 2]), sequences=[_sequence(token_ids=list(range(32)))])
     engine.execute(plan)
     engine.execute(_plan(zeroes=[pb.GroupBlocks(block_ids=[2])]))
-    for pool in engine._tensors.values:
+    for pool in _pools(engine)[1::2]:
         blocks = np.array(pool).reshape(-1, 2, 16, 16)
         assert not blocks[2].any()
         assert blocks[1].any()
@@ -152,23 +180,23 @@ def test_null_block_stays_zero(model):
     for size in (3, 17, 40):
         driver.add(Request(list(range(size)), 6))
     driver.run()
-    for pool in engine._tensors.keys + engine._tensors.values:
+    for pool in _pools(engine):
         assert not np.array(pool[:2]).any()
 
 
 def _pointers(engine) -> list[int]:
     # The buffer protocol hands out MLX's own memory; the view is gone before the next step.
-    return [np.asarray(memoryview(pool)).ctypes.data for pool in engine._tensors.keys + engine._tensors.values]
+    return [np.asarray(memoryview(pool)).ctypes.data for pool in _pools(engine)]
 
 
 def test_no_step_copies_a_pool(model):
     """In every kind of step each pool keeps its address, and no step needs the memory of one more pool."""
     num_blocks = 4096
     engine = make_engine(model, config_of("qwen3"), num_blocks=num_blocks)
-    engine._tensors.reserve(num_blocks - 1)
+    engine._tensors.reserve(0, num_blocks - 1)
     driver = Driver(engine, num_blocks=num_blocks, chunk=40)
     pointers = _pointers(engine)
-    pool_bytes = engine._tensors.keys[0].nbytes
+    pool_bytes = _pools(engine)[0].nbytes
     for size in (100, 20, 1, 64, 33):
         driver.add(Request(list(range(size)), 8))
         mx.reset_peak_memory()
@@ -188,12 +216,12 @@ def test_no_step_copies_a_pool(model):
 def test_memory_is_committed_as_block_ids_come_into_use(model):
     """A large pool costs nothing until it is used, and growing keeps what was there."""
     engine = make_engine(model, config_of("qwen3"), num_blocks=100_000)
-    assert engine._tensors.capacity_blocks < 1000
+    assert _num_committed(engine) < 1000
     engine.execute(_plan(_slice(num_tokens=16, blocks=[1]), sequences=[_sequence(token_ids=list(range(16)))]))
-    before = np.array(engine._tensors.keys[0][2:4])
+    before = np.array(_pools(engine)[0][2:4])
     engine.execute(_plan(_slice(start=16, num_tokens=1, blocks=[700])))
-    assert 700 < engine._tensors.capacity_blocks < 3000
-    assert np.array_equal(np.array(engine._tensors.keys[0][2:4]), before)
+    assert 700 < _num_committed(engine) < 3000
+    assert np.array_equal(np.array(_pools(engine)[0][2:4]), before)
 
 
 def test_several_hundred_random_plans_agree_with_mlx_lm(model):
@@ -252,7 +280,7 @@ def test_absent_sampling_parameters_are_the_models_defaults(model):
     """The request is silent: generation_config decides; here it says greedy."""
     loaded = models.adapt(model, config_of("qwen3"), models.SamplingDefaults(temperature=0.0))
     engine = Engine(loaded, twin_kernels(), memory_limit_bytes=1)
-    engine.configure(pb.Configure(block_size=16, num_blocks=8, root_hash=ROOT))
+    engine.configure(configure_of(engine, num_blocks=8))
     sequences = [_sequence(sampling=SamplingParams()), _sequence(seq_id=2)]
     result = engine.execute(_plan(_slice(), _slice(seq_id=2, blocks=[6]), sequences=sequences))
     assert result.sampled[0].token_id == result.sampled[1].token_id
@@ -260,7 +288,7 @@ def test_absent_sampling_parameters_are_the_models_defaults(model):
 
 def test_a_block_table_edit_beyond_the_table_is_refused(engine):
     engine.execute(_plan(_slice(), sequences=[_sequence()]))
-    with pytest.raises(ProtocolError, match="edit of block 3 but the block table has 1"):
+    with pytest.raises(ProtocolError, match="edit of block 3 but the block table of group 0 has 1"):
         engine.execute(_plan(edits=[pb.TableEdit(seq_id=1, index=3, block_id=1)]))
 
 
@@ -288,3 +316,18 @@ def test_a_block_that_was_copied_and_finished_again_is_reported(engine):
     cached = _sequence(token_ids=prompt, block_tables=[pb.GroupBlocks(block_ids=[5])])
     result = engine.execute(_plan(_slice(start=15, num_tokens=1, blocks=()), sequences=[cached]))
     assert [block.block_index for block in result.filled_blocks] == [0]
+
+
+def test_after_a_resize_the_sequence_reads_its_block_where_it_went(engine):
+    """The block beyond the new end moves, the table follows, and the next token is the one of an undisturbed run."""
+    prompt = tuple(range(1, 17))
+    engine.execute(_plan(_slice(num_tokens=16, blocks=(240,)), sequences=[_sequence(token_ids=prompt)]))
+    moves = [pb.PoolResize.Move(source=240, target=3)]
+    plan = _plan(_slice(start=16, num_tokens=1, blocks=(6,)), resizes=[pb.PoolResize(num_blocks=100, moves=moves)])
+    after = engine.execute(plan)
+    assert engine._sequences[1].block_tables == [[3, 6]]
+    assert _num_committed(engine) <= 100
+    whole = (*prompt, engine._sequences[1].token_ids[16])
+    fresh = _sequence(seq_id=2, token_ids=whole)
+    alone = engine.execute(_plan(_slice(seq_id=2, num_tokens=17, blocks=(8, 9)), sequences=[fresh]))
+    assert after.sampled[0].token_id == alone.sampled[0].token_id

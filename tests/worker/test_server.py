@@ -60,7 +60,8 @@ class Manager:
         return pb.WorkerMessage.FromString(self.reader.read(struct.unpack("<I", head)[0])) if head else None
 
     def configure(self, *, block_size=16, num_blocks=64) -> pb.Configured:
-        self.send(configure=pb.Configure(block_size=block_size, num_blocks=num_blocks, root_hash=ROOT))
+        groups = [pb.Group(layers=range(len(self.description.layers)))]
+        self.send(configure=pb.Configure(block_size=block_size, num_blocks=[num_blocks], root_hash=ROOT, groups=groups))
         return self.receive().configured
 
     def result(self) -> pb.StepResult:

@@ -14,11 +14,13 @@ class MacState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MAC_STATE_READY: _ClassVar[MacState]
     MAC_STATE_DRAINING: _ClassVar[MacState]
     MAC_STATE_LOST: _ClassVar[MacState]
+    MAC_STATE_CORDONED: _ClassVar[MacState]
 MAC_STATE_UNSPECIFIED: MacState
 MAC_STATE_STARTING: MacState
 MAC_STATE_READY: MacState
 MAC_STATE_DRAINING: MacState
 MAC_STATE_LOST: MacState
+MAC_STATE_CORDONED: MacState
 
 class Load(_message.Message):
     __slots__ = ("num_requests", "num_prefill_tokens", "num_decoding")
@@ -64,6 +66,20 @@ class Scheduling(_message.Message):
     num_worker_restarts: int
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_worker_restarts: _Optional[int] = ...) -> None: ...
 
+class Drift(_message.Message):
+    __slots__ = ("num_requests", "num_predicted_tokens", "num_actual_tokens", "num_error_tokens", "is_alarming")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACTUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_ALARMING_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_predicted_tokens: int
+    num_actual_tokens: int
+    num_error_tokens: int
+    is_alarming: bool
+    def __init__(self, num_requests: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., num_actual_tokens: _Optional[int] = ..., num_error_tokens: _Optional[int] = ..., is_alarming: _Optional[bool] = ...) -> None: ...
+
 class KVGroup(_message.Message):
     __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned")
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -101,7 +117,7 @@ class KVCache(_message.Message):
     def __init__(self, referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
 
 class Mac(_message.Message):
-    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "kv_cache")
+    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "decode_step_s", "hot_tokens", "drift", "note", "kv_cache")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +129,10 @@ class Mac(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     WORKER_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORKER_PID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    HOT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRIFT_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: MacState
@@ -125,8 +145,12 @@ class Mac(_message.Message):
     prefill_tokens_per_s: float
     worker_memory_bytes: int
     worker_pid: int
+    decode_step_s: float
+    hot_tokens: int
+    drift: Drift
+    note: str
     kv_cache: KVCache
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ..., kv_cache: _Optional[_Union[KVCache, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., hot_tokens: _Optional[int] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., note: _Optional[str] = ..., kv_cache: _Optional[_Union[KVCache, _Mapping]] = ...) -> None: ...
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()
@@ -143,20 +167,32 @@ class GetIndexRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MacIndex(_message.Message):
-    __slots__ = ("mac", "epoch", "next_seq", "num_blocks", "num_events", "num_gaps")
+    __slots__ = ("mac", "epoch", "next_seq", "num_blocks", "num_events", "num_gaps", "is_synced", "num_blocks_by_group", "num_no_effect_events", "num_repeated", "num_unknown_parents", "num_digest_mismatches")
     MAC_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_EVENTS_FIELD_NUMBER: _ClassVar[int]
     NUM_GAPS_FIELD_NUMBER: _ClassVar[int]
+    IS_SYNCED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_BY_GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUM_NO_EFFECT_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPEATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNKNOWN_PARENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIGEST_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     mac: str
     epoch: int
     next_seq: int
     num_blocks: int
     num_events: int
     num_gaps: int
-    def __init__(self, mac: _Optional[str] = ..., epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_events: _Optional[int] = ..., num_gaps: _Optional[int] = ...) -> None: ...
+    is_synced: bool
+    num_blocks_by_group: _containers.RepeatedScalarFieldContainer[int]
+    num_no_effect_events: int
+    num_repeated: int
+    num_unknown_parents: int
+    num_digest_mismatches: int
+    def __init__(self, mac: _Optional[str] = ..., epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_events: _Optional[int] = ..., num_gaps: _Optional[int] = ..., is_synced: _Optional[bool] = ..., num_blocks_by_group: _Optional[_Iterable[int]] = ..., num_no_effect_events: _Optional[int] = ..., num_repeated: _Optional[int] = ..., num_unknown_parents: _Optional[int] = ..., num_digest_mismatches: _Optional[int] = ...) -> None: ...
 
 class GetIndexResponse(_message.Message):
     __slots__ = ("num_keys", "macs")
@@ -176,8 +212,18 @@ class ExplainRequest(_message.Message):
     model: str
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
+class GroupDepth(_message.Message):
+    __slots__ = ("group", "kind", "num_tokens")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    kind: str
+    num_tokens: int
+    def __init__(self, group: _Optional[int] = ..., kind: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class Candidate(_message.Message):
-    __slots__ = ("mac", "num_matched_tokens", "num_prefill_tokens", "wait_s", "prefill_s", "decode_s", "total_s", "excluded")
+    __slots__ = ("mac", "num_matched_tokens", "num_prefill_tokens", "wait_s", "prefill_s", "decode_s", "total_s", "excluded", "num_held_tokens", "groups", "shared_s", "stall_s", "pressure_s")
     MAC_FIELD_NUMBER: _ClassVar[int]
     NUM_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +232,11 @@ class Candidate(_message.Message):
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_S_FIELD_NUMBER: _ClassVar[int]
     mac: str
     num_matched_tokens: int
     num_prefill_tokens: int
@@ -194,21 +245,28 @@ class Candidate(_message.Message):
     decode_s: float
     total_s: float
     excluded: str
-    def __init__(self, mac: _Optional[str] = ..., num_matched_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., excluded: _Optional[str] = ...) -> None: ...
+    num_held_tokens: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupDepth]
+    shared_s: float
+    stall_s: float
+    pressure_s: float
+    def __init__(self, mac: _Optional[str] = ..., num_matched_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., excluded: _Optional[str] = ..., num_held_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupDepth, _Mapping]]] = ..., shared_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., pressure_s: _Optional[float] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "chosen", "reason", "candidates")
+    __slots__ = ("request_id", "num_prompt_tokens", "chosen", "reason", "candidates", "policy")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     chosen: str
     reason: str
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+    policy: str
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("mac",)
@@ -233,3 +291,43 @@ class ResumeResponse(_message.Message):
     MAC_FIELD_NUMBER: _ClassVar[int]
     mac: Mac
     def __init__(self, mac: _Optional[_Union[Mac, _Mapping]] = ...) -> None: ...
+
+class CordonRequest(_message.Message):
+    __slots__ = ("mac", "note")
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    note: str
+    def __init__(self, mac: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+
+class CordonResponse(_message.Message):
+    __slots__ = ("mac",)
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    mac: Mac
+    def __init__(self, mac: _Optional[_Union[Mac, _Mapping]] = ...) -> None: ...
+
+class GetPlacementRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("model", "macs")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MACS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    macs: _containers.RepeatedCompositeFieldContainer[PlacedMac]
+    def __init__(self, model: _Optional[str] = ..., macs: _Optional[_Iterable[_Union[PlacedMac, _Mapping]]] = ...) -> None: ...
+
+class PlacedMac(_message.Message):
+    __slots__ = ("mac", "state")
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    state: MacState
+    def __init__(self, mac: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ...) -> None: ...
+
+class GetPlacementResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Placement]
+    def __init__(self, models: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...

@@ -54,6 +54,16 @@ class AdminServiceStub:
                 request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/cidery.v1.AdminService/Cordon',
+                request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
+                response_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.CordonResponse.FromString,
+                _registered_method=True)
+        self.GetPlacement = channel.unary_unary(
+                '/cidery.v1.AdminService/GetPlacement',
+                request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.GetPlacementRequest.SerializeToString,
+                response_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.GetPlacementResponse.FromString,
+                _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/cidery.v1.AdminService/Resume',
                 request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
@@ -92,8 +102,22 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cordon(self, request, context):
+        """Take nothing new on this host, even when it leaves and comes back; what runs goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPlacement(self, request, context):
+        """Which Macs serve which model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Resume(self, request, context):
-        """Take new requests again.
+        """Take new requests again: undoes Drain and Cordon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,6 +145,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.CordonRequest.FromString,
+                    response_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.CordonResponse.SerializeToString,
+            ),
+            'GetPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlacement,
+                    request_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.GetPlacementRequest.FromString,
+                    response_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.GetPlacementResponse.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
@@ -236,6 +270,60 @@ class AdminService:
             '/cidery.v1.AdminService/Drain',
             protos_dot_cidery_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             protos_dot_cidery_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cidery.v1.AdminService/Cordon',
+            protos_dot_cidery_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
+            protos_dot_cidery_dot_v1_dot_admin__pb2.CordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cidery.v1.AdminService/GetPlacement',
+            protos_dot_cidery_dot_v1_dot_admin__pb2.GetPlacementRequest.SerializeToString,
+            protos_dot_cidery_dot_v1_dot_admin__pb2.GetPlacementResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,8 +1,13 @@
 """Registering, states and look-ups, where their order is unusual."""
 
+import pytest
+
 from cluster.kv.events import BlocksRemoved
 from cluster.kv.hashing import split_hashes
+from cluster.kv.layout import KVGroup, KVLayout, KVPool
+from cluster.kv.manager import KVCacheManager
 from cluster.kv.points import PointKind
+from cluster.kv.spec import SlidingWindowSpec
 from tests.cluster.kv.test_manager import FULL, SIZE, STATE, WINDOW, Session, chain, kv_of, tokens_of
 
 
@@ -87,7 +92,75 @@ class TestCheckpoints:
         kv.check()
 
 
+class TestRegistering:
+    def test_window_blocks_that_were_left_behind_come_back_when_they_are_computed_again(self):
+        """The content is known, but a group has forgotten its blocks: it takes those of whoever brings them."""
+        kv, tokens = kv_of([FULL, SlidingWindowSpec(1, 8, window=2 * SIZE)], 60), tokens_of(0, 200)
+        Session(kv).run(tokens)
+        pools = kv._coordinator.pools
+        assert kv._coordinator.make_room([pools[0].num_empty + 9])
+        shorter = tokens[:96]
+        assert kv.get_computed_blocks(chain([*shorter, 7]), 97).num_tokens == 0
+        kv.take_events()
+        begun(kv, 9, shorter, 96)
+        stored = kv.take_events()
+        assert [(e.group, e.first_index, e.parent_hash) for e in stored] == [
+            (1, index, chain(tokens)[16 * index - 16 : 16 * index] or None) for index in range(6)
+        ]
+        assert b"".join(e.hashes for e in stored) == chain(shorter)
+        assert kv.get_computed_blocks(chain([*shorter, 7]), 97).num_tokens == 96
+        kv.check()
+        kv.free(9, 96)
+        kv.take_events()
+        # And can be left behind again.
+        assert kv._coordinator.make_room([pools[0].num_empty + 4])
+        assert [(e.group, e.hashes) for e in kv.take_events()] == [(1, chain(tokens)[: 4 * 16])]
+        assert kv.get_computed_blocks(chain([*shorter, 7]), 97).num_tokens == 96
+        kv.check()
+
+
 class TestLookup:
+    def test_what_one_group_s_limit_takes_from_another_limits_the_hit(self):
+        """A state was confirmed late, when the window before it had gone: each alone could go on, but nowhere both."""
+        kv, tokens = kv_of([SlidingWindowSpec(1, 8, window=2 * SIZE), STATE], 60), tokens_of(0, 160)
+        begun(kv, 1, tokens, 32)
+        kv.checkpoint(1, 32, PointKind.HEAD)
+        for position in range(32, 144, SIZE):
+            advance(kv, 1, tokens, position, position + SIZE)
+        assert kv._coordinator.make_room([kv._coordinator.pools[0].num_empty + 4, 0])
+        kv.confirm_checkpoint(1, 32)
+        found = kv.get_computed_blocks(chain(tokens), 160)
+        assert (found.num_tokens, found.group_hits, found.limited_by) == (0, (144, 32), 0)
+        kv.check()
+
+    @pytest.mark.parametrize("is_window_first", [True, False])
+    def test_a_limit_that_another_has_lowered_is_looked_at_again(self, is_window_first):
+        """In whatever order: of two states the window lacks what the further one needs, but goes on between the two."""
+        kinds = [(SlidingWindowSpec(1, 8, window=2 * SIZE), 512, 20), (STATE, 8192, 5)]
+        if not is_window_first:
+            kinds.reverse()
+        groups = tuple(KVGroup(i, i, spec, (i,), page) for i, (spec, page, _) in enumerate(kinds))
+        pools = tuple(KVPool(i, page, (i,), num_blocks) for i, (_, page, num_blocks) in enumerate(kinds))
+        kv = KVCacheManager(KVLayout(SIZE, groups, pools, 20 * 512 + 5 * 8192, 400))
+        tokens = tokens_of(0, 160)
+        begun(kv, 1, tokens, 32)
+        kv.checkpoint(1, 32, PointKind.HEAD)
+        kv.confirm_checkpoint(1, 32)
+        begun(kv, 2, tokens[:70], 32)
+        for position in range(32, 144, SIZE):
+            if position == 80:
+                kv.checkpoint(1, 80, PointKind.HEAD)
+            advance(kv, 1, tokens, position, position + SIZE)
+        advance(kv, 2, tokens, 32, 64)
+        window = 0 if is_window_first else 1
+        needs = [0, 0]
+        needs[window] = kv._coordinator.pools[window].num_empty + 2
+        assert kv._coordinator.make_room(needs)
+        kv.confirm_checkpoint(1, 80)
+        found = kv.get_computed_blocks(chain(tokens), 160)
+        assert (found.num_tokens, found.group_hits[1 - window]) == (32, 80)
+        kv.check()
+
     def test_a_whole_prompt_whose_window_is_gone_hits_what_is_left(self):
         """It can't hit all but its last token: the last block's window has been given up."""
         kv, tokens = kv_of([WINDOW], 400), tokens_of(0, 1600)

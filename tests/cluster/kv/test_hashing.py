@@ -63,6 +63,12 @@ def test_extras_leave_earlier_blocks_alone():
     assert [a == b for a, b in zip(plain, with_image, strict=True)] == [True, True, False, False]
 
 
+def test_extras_of_a_block_that_is_not_full_wait_for_it():
+    extras = {1: ("image", "0f1e")}
+    assert hash_blocks(ROOT, range(7), 4, extras) == hash_blocks(ROOT, range(7), 4)
+    assert hash_blocks(ROOT, range(8), 4, extras)[1] != hash_blocks(ROOT, range(8), 4)[1]
+
+
 def test_extras_at_a_negative_index_are_refused():
     with pytest.raises(ValueError, match="block indices of at least 0, got -1"):
         hash_blocks(ROOT, range(8), 4, {-1: ("salt",)})

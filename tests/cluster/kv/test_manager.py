@@ -194,6 +194,7 @@ class TestCounts:
         kv.allocate(1, 33)
         assert (kv.num_free_blocks, kv.num_used_blocks) == (num_blocks - 4, 4)
         assert kv.usage == kv.used_bytes / kv.layout.usable_bytes > 0
+        assert kv.used_bytes + kv.free_bytes == kv.layout.usable_bytes
         assert kv.block_bytes == SIZE * FULL.token_bytes
 
 
@@ -371,6 +372,18 @@ class TestMovedBlocks:
         kv.check()
         started = kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 33), chain([*tokens, 1]))
         assert [c.source for c in started.copies] == [1]
+
+    def test_checkpoints_in_another_pool_stay_where_they_are(self):
+        kv = self.ledger(40, 4)
+        self.begin(kv, 1, 300)
+        tokens = self.begin(kv, 2, 320, num_registered=20)
+        (copy,) = kv.checkpoint(2, 320, PointKind.HEAD)
+        kv.free(1)
+        assert self.move(kv, [0, 2])
+        kv.confirm_checkpoint(2, 320)
+        kv.check()
+        started = kv.start(3, kv.get_computed_blocks(chain([*tokens, 1]), 321), chain([*tokens, 1]))
+        assert [c.source for c in started.copies] == [copy.target]
 
     def test_blocks_that_are_to_be_copied_follow(self):
         """The state that a new sequence goes on from moves before the plan is complete."""

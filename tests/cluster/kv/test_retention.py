@@ -20,8 +20,14 @@ def evict(kv, num_blocks=1):
     kv.check()
 
 
+@pytest.fixture
+def is_ranked_once(monkeypatch):
+    """Points are evicted in the order of the first ranking, whatever has happened since."""
+    monkeypatch.setattr(retention, "_RANKED_PER_REQUEST", 1)
+
+
 class TestRunningSequences:
-    def test_a_leaf_that_has_grown_since_it_was_ranked_stays(self):
+    def test_a_leaf_that_has_grown_since_it_was_ranked_stays(self, is_ranked_once):
         """It is inner now: the next in line goes instead."""
         kv = kv_of([FULL], 400, policy="lru")
         session = Session(kv)
@@ -37,6 +43,7 @@ class TestRunningSequences:
         evict(kv)
         assert session.lookup(prompts[1]).num_tokens == 16
         assert session.lookup(prompts[2]).num_tokens == 0
+        assert [s.is_point for s in kv._coordinator.tree.walk() if s.children] == [True]
 
     def test_the_state_that_somebody_is_starting_from_stays(self):
         """Making room for its copy asks for the one point that ranks lowest: the very one to be copied."""
@@ -89,15 +96,18 @@ class TestRunningSequences:
 class TestCopiedBlocks:
     """A prompt sent again copies its last block; until the plan is complete the source is held, without a cursor."""
 
-    def test_the_source_of_a_copy_stays_whatever_its_rank_was(self):
-        kv = kv_of([FULL], 400, policy="lru")
+    @pytest.mark.parametrize("specs", [[FULL], [FULL, WINDOW]])
+    def test_the_source_of_a_copy_stays_whatever_its_rank_was(self, is_ranked_once, specs):
+        kv = kv_of(specs, 400, policy="lru")
         session = Session(kv)
         prompts = [tokens_of(1000 * i, 17)[:16] for i in range(130)]
         for prompt in prompts:
             session.run(prompt, [1])
-        evict(kv, kv._coordinator.pools[0].num_evictable - 129)
+        evict(kv, kv._coordinator.pools[0].num_evictable - 129 * len(specs))
         kv.start(999, session.lookup(prompts[1]), chain(prompts[1]))
+        kv.take_events()
         evict(kv)
+        assert [e.hashes for e in kv.take_events()] == [chain(prompts[2])] * len(specs)
         assert session.lookup(prompts[1]).num_tokens == 15
         assert session.lookup(prompts[2]).num_tokens == 0
         kv.release_sources()
@@ -117,8 +127,78 @@ class TestCopiedBlocks:
         evict(kv, kv._coordinator.pools[0].num_evictable)
         assert kv.num_cached_blocks == 0
 
+    def test_what_is_still_to_be_copied_can_not_be_had(self):
+        """Even if the sequence that wanted the copy has ended, until its plan is complete."""
+        groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
+        pools = (KVPool(0, 512, (0,), 3), KVPool(1, 8192, (1,), 3))
+        kv = KVCacheManager(KVLayout(SIZE, groups, pools, 512 * 3 + 8192 * 3, 400))
+        prompt, other = tokens_of(0, 33), tokens_of(1000, 32)
+        kv.start(1, kv.get_computed_blocks(b"", 33), chain(prompt))
+        kv.allocate(1, 32)
+        kv.register(1, 0, chain(prompt))
+        kv.free(1, 32)
+        kv.start(2, kv.get_computed_blocks(chain(prompt), 33), chain(prompt))
+        kv.free(2, 32)
+        kv.start(3, kv.get_computed_blocks(chain(other), 32), chain(other))
+        assert kv.allocate(3, 32) is None
+        kv.check()
+        kv.release_sources()
+        assert kv.allocate(3, 32) is not None
+        kv.check()
+
+    def test_one_at_a_place_that_is_no_point_leaves_nothing_behind(self):
+        """At a chunk's start a sequence keeps nothing; another is just copying the last block there when it ends."""
+        kv, tokens = kv_of([ChunkedLocalSpec(1, 8, 2 * SIZE)], 12), tokens_of(0, 2 * SIZE)
+        kv.start(1, kv.get_computed_blocks(b"", 32), chain(tokens))
+        kv.allocate(1, 32)
+        kv.register(1, 0, chain(tokens))
+        found = kv.get_computed_blocks(chain(tokens), 32)
+        assert found.copies_last
+        (copy,) = kv.start(2, found, chain(tokens)).copies
+        kv.free(1, 32)
+        kv.check()
+        assert (0, chain(tokens)[16:]) not in kv.snapshot()
+        assert copy.source not in kv.start(3, kv.get_computed_blocks(b"", 1)).tables[0]
+        kv.release_sources()
+        kv.free(2, 32)
+        kv.free(3)
+        evict(kv, kv.num_cached_blocks)
+        assert kv.num_cached_blocks == 0
+
 
 class TestChains:
+    def test_a_point_that_went_as_a_leaf_is_passed_over_at_its_rank_of_before(self):
+        """The shorter prompt's point was inner when it was ranked; once the longer one goes it is a leaf too."""
+        kv = kv_of([FULL, WINDOW], 40, policy="lru")
+        session = Session(kv)
+        session.run(tokens_of(0, 33))
+        session.run(tokens_of(0, 65))
+        session.run(tokens_of(1000, 65))
+        evict(kv, 9)
+        assert session.lookup(tokens_of(0, 65)).num_tokens == 0
+        assert session.lookup(tokens_of(1000, 65)).num_tokens == 0
+        kv.check()
+
+    def test_a_point_on_the_way_that_keeps_nothing_alone_is_not_in_the_way(self):
+        """At a chunk's start only full attention needs anything, and what goes on from there needs that too."""
+        kv = kv_of([FULL, ChunkedLocalSpec(1, 8, 2 * SIZE)], 40)
+        session = Session(kv)
+        session.run(tokens_of(0, 33))
+        session.run(tokens_of(0, 49))
+        evict(kv, 4)
+        assert session.lookup(tokens_of(0, 49)).num_tokens == 32
+
+    def test_a_prompt_that_parts_before_a_point_does_not_stop_there(self):
+        """However long it is, and although something known goes on from the point."""
+        kv = kv_of([FULL], 60)
+        session = Session(kv)
+        session.run(tokens_of(0, 65))
+        session.run(tokens_of(0, 97))
+        session.run([*tokens_of(0, 33), *tokens_of(5000, 200)])
+        assert [(s.end, s.num_stops) for s in kv._coordinator.tree.walk() if s.children] == [(2, 0), (4, 0)]
+        session.run([*tokens_of(0, 65), *tokens_of(6000, 200)])
+        assert [(s.end, s.num_stops) for s in kv._coordinator.tree.walk() if s.children] == [(2, 0), (4, 1)]
+
     def test_nested_prompts_go_altogether_when_all_memory_is_wanted(self):
         """A point that was inner when it was ranked, and has become a leaf and gone, is passed over."""
         kv = kv_of([FULL, WINDOW], 600)
@@ -140,13 +220,16 @@ class TestChains:
 
 
 class TestCheckpoints:
-    def ledger(self):
+    def ledger(self, **options):
         """Three states; an old one is cached, a running sequence holds its own and has none kept yet."""
         groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
         pools = (KVPool(0, 512, (0,), 16), KVPool(1, 8192, (1,), 3))
         kv = KVCacheManager(KVLayout(SIZE, groups, pools, 512 * 16 + 8192 * 3, 400))
-        Session(kv).run(tokens_of(0, 33))
-        tokens = tokens_of(5000, 100)
+        old, tokens = tokens_of(0, 32), tokens_of(5000, 100)
+        kv.start(1, kv.get_computed_blocks(b"", 32), chain(old), **options)
+        kv.allocate(1, 32)
+        kv.register(1, 0, chain(old))
+        kv.free(1, 32)
         kv.start(99, kv.get_computed_blocks(chain(tokens), 100), chain(tokens))
         kv.allocate(99, 48)
         kv.register(99, 0, chain(tokens)[:48])
@@ -161,6 +244,13 @@ class TestCheckpoints:
         kv = self.ledger()
         assert len(kv.checkpoint(99, 48, PointKind.HEAD)) == 1
         assert kv.get_computed_blocks(chain(tokens_of(0, 33)), 33).num_tokens == 0
+        kv.check()
+
+    @pytest.mark.parametrize("options", [{"priority": 9}, {"pinned_until_s": 5.0}])
+    def test_one_that_is_worth_less_is_not_made(self, options):
+        kv = self.ledger(**options)
+        assert kv.checkpoint(99, 48, PointKind.HEAD) == ()
+        assert kv.get_computed_blocks(chain(tokens_of(0, 33)), 33).num_tokens == 32
         kv.check()
 
 

@@ -4,17 +4,26 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from cluster.kv.events import BlocksRemoved, BlocksStored
 from cluster.kv.hashing import BlockHash, hash_blocks, root_hash
+from cluster.kv.layout import KVGroup
+from cluster.kv.spec import FullAttentionSpec
+from cluster.routing.config import RoutingConfig
+from cluster.routing.decision import Candidate, Decision, RouteQuery
 from cluster.routing.index import Applied
 from cluster.routing.mac import MacInfo
-from cluster.routing.policy import RoutingConfig
-from cluster.routing.router import Decision, RouteQuery, Router
+from cluster.routing.router import Router
+from cluster.routing.speed import StepSample
 
 BLOCK_SIZE = 16
 MODEL = "tiny"
 ROOT = root_hash(model=MODEL, tokenizer="t", kv_format="f16", block_size=BLOCK_SIZE)
-# 1,000 tokens a second and no cost of decoding: every predicted second below can be worked out in the head.
-PLAIN = RoutingConfig(default_prefill_tokens_per_s=1_000.0, decode_slowdown_s=0.0, lease_s=60.0)
+FULL = (KVGroup(0, 0, FullAttentionSpec(1, 8), (0, 1), 4096),)
+# Every Mac is told by `Fleet.add` to prefill 1,000 tokens a second at any context and to decode for nothing: each
+# predicted second below can be worked out in the head.
+PLAIN = RoutingConfig(
+    lease_s=60.0, work_weight=0.0, crowd_weight=0.0, pressure_weight=0.0, stall_weight=0.0, decode_weight=0.0
+)
 
 
 class Fleet:
@@ -36,20 +45,39 @@ class Fleet:
             "address": f"{name}.local:7000",
             "max_model_len": 100_000,
             "num_blocks": 10_000,
+            "groups": FULL,
+            "token_capacity": 160_000,
+            # One prompt at a time: who comes later waits for all of those before.
+            "max_chunk_tokens": 512,
         }
         return MacInfo(**(values | changes))
 
-    def add(self, *names: str, epoch: int = 1, holds: Sequence[BlockHash] = (), **changes: object) -> None:
+    def add(
+        self, *names: str, epoch: int = 1, holds: Sequence[BlockHash] = (), speed: float = 1_000.0, **changes: object
+    ) -> None:
         for name in names:
             self.router.join(self.info(name, epoch, **changes))
-            assert self.router.load_snapshot(name, epoch, 0, [(0, each) for each in holds]) is Applied.OK
+            assert self.router.load_snapshot(name, epoch, 0, (b"".join(holds),)) is Applied.OK
             self._next_seq[name] = 0
+            self.learn(name, speed)
 
-    def store(self, name: str, hashes: Sequence[BlockHash], epoch: int = 1) -> None:
-        self._events(name, epoch, hashes, ())
+    def learn(self, name: str, tokens_per_s: float) -> None:
+        """The Mac's speed, exactly: a step costs nothing but its prefill tokens."""
+        found = self.router._find(name)
+        assert found is not None
+        set_speed(found[1].speed, tokens_per_s)
+        found[0].touch(found[1].slot)
+
+    def store(self, name: str, prompt: Sequence[int], first: int = 0, end: int | None = None, epoch: int = 1) -> None:
+        """Blocks of a prompt, in order."""
+        hashes = hashes_of(prompt)
+        end = len(hashes) if end is None else end
+        if first < end:
+            parent = hashes[first - 1] if first else None
+            self._events(name, epoch, [BlocksStored(0, b"".join(hashes[first:end]), parent, first)])
 
     def remove(self, name: str, hashes: Sequence[BlockHash], epoch: int = 1) -> None:
-        self._events(name, epoch, (), hashes)
+        self._events(name, epoch, [BlocksRemoved(0, b"".join(hashes))])
 
     def query(self, prompt: Sequence[int], request_id: str = "", **changes: object) -> RouteQuery:
         self._num_requests += 1
@@ -61,16 +89,22 @@ class Fleet:
             "num_tokens": len(prompt),
             "max_tokens": 100,
         }
-        return RouteQuery(**(values | changes))
+        values |= changes
+        values["exclude"] = frozenset(values.get("exclude", ()))
+        return RouteQuery(**values)
 
     def route(self, prompt: Sequence[int], request_id: str = "", **changes: object) -> Decision:
         decision = self.router.route(self.query(prompt, request_id, **changes), self.now_s)
         self.router.check()
         return decision
 
+    def candidates(self, decision: Decision) -> dict[str, Candidate]:
+        """Each Mac's numbers at the time of a decision."""
+        return {each.mac: each for each in self.router.explain(decision.request_id).candidates}
+
     def finish(self, decision: Decision, prompt: Sequence[int]) -> None:
         """The Mac computes the prompt, says so, and the request ends."""
-        self.store(decision.mac, hashes_of(prompt), decision.epoch)
+        self.store(decision.mac, prompt, epoch=decision.epoch)
         self.router.first_token(decision.request_id)
         self.router.release(decision.request_id)
         self.router.check()
@@ -81,11 +115,21 @@ class Fleet:
             for each in self.router.fleet()
         }
 
-    def _events(self, name: str, epoch: int, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
+    def _events(self, name: str, epoch: int, events: list) -> None:
         seq = self._next_seq[name]
         self._next_seq[name] = seq + 1
-        applied = self.router.apply_events(name, epoch, seq, [(0, h) for h in stored], [(0, h) for h in removed])
-        assert applied is Applied.OK
+        assert self.router.apply_events(name, epoch, seq, events) is Applied.OK
+
+
+def set_speed(speed, tokens_per_s: float) -> None:
+    from cluster.routing.speed import StepCosts
+
+    speed.num_observed = 5
+    speed.costs = StepCosts(0.0, 1.0 / tokens_per_s, 0.0, 0.0, 0.0)
+
+
+def prefill_sample(num_tokens: int, seconds: float) -> StepSample:
+    return StepSample(num_tokens, num_tokens / 2, 0, 0, seconds)
 
 
 def prompt_of(*parts: tuple[int, int]) -> list[int]:
@@ -115,3 +159,8 @@ def _prompt_of() -> Callable[..., list[int]]:
 @pytest.fixture(name="hashes_of")
 def _hashes_of() -> Callable[..., list[BlockHash]]:
     return hashes_of
+
+
+@pytest.fixture(name="prefill_sample")
+def _prefill_sample() -> Callable[..., StepSample]:
+    return prefill_sample

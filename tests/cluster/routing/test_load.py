@@ -1,72 +1,105 @@
-"""Bookings come back, each exactly once."""
+"""Bookings: every path gives back what was booked, and prefills shrink as blocks are announced."""
 
 import pytest
 
-from cluster.routing.load import Booking, LoadBook, MacLoad
+from cluster.kv.hashing import BlockHash
+from cluster.routing.load import Booking, LoadBook
+from cluster.routing.mac import MacLoad
 
 
-def booking(request_id: str, mac: str = "a", epoch: int = 1, tokens: int = 100, expires_at_s: float = 10.0) -> Booking:
-    return Booking(request_id, mac, epoch, tokens, expires_at_s)
+def chain(length: int, start: int = 0) -> list[BlockHash]:
+    return [BlockHash((start + number).to_bytes(16, "big")) for number in range(length)]
 
 
 @pytest.fixture
-def book() -> LoadBook:
-    return LoadBook()
+def loads() -> LoadBook:
+    loads = LoadBook()
+    loads.add_slot()
+    loads.add_slot()
+    return loads
 
 
-def test_a_booking_counts_until_its_release(book: LoadBook) -> None:
-    book.book(booking("r1"))
-    book.book(booking("r2", tokens=50))
-    assert book.load("a", 1) == MacLoad(num_requests=2, num_prefill_tokens=150, num_decoding=0)
-    book.release("r1")
-    book.release("r1")
-    book.check()
-    assert book.load("a", 1) == MacLoad(num_requests=1, num_prefill_tokens=50, num_decoding=0)
+def book(loads: LoadBook, request_id: str, slot: int = 0, num_tokens: int = 100, matched: int = 0, until: float = 9.0):
+    loads.book(Booking(request_id, slot, chain(num_tokens // 16), num_tokens, matched, until))
+    loads.check()
 
 
-def test_the_first_token_moves_a_request_from_prefill_to_decode(book: LoadBook) -> None:
-    book.book(booking("r1"))
-    book.first_token("r1")
-    book.first_token("r1")
-    book.first_token("unknown")
-    book.check()
-    assert book.load("a", 1) == MacLoad(num_requests=1, num_prefill_tokens=0, num_decoding=1)
-    book.release("r1")
-    assert book.load("a", 1) == MacLoad()
+def test_counts_what_is_left_to_prefill_and_its_context(loads: LoadBook) -> None:
+    book(loads, "a", num_tokens=100, matched=64)
+    book(loads, "b", num_tokens=10)
+    assert loads.load(0) == MacLoad(2, 46, 0)
+    assert loads.load(1) == MacLoad()
+    assert loads.prefill_work[0] == 36 * 164 + 10 * 10
 
 
-def test_progress_of_a_prefill_shortens_the_wait(book: LoadBook) -> None:
-    book.book(booking("r1", tokens=100))
-    book.prefilled("r1", 64)
-    book.prefilled("unknown", 64)
-    book.check()
-    assert book.load("a", 1).num_prefill_tokens == 36
-    book.prefilled("r1", 64)
-    assert book.load("a", 1).num_prefill_tokens == 0
-    book.first_token("r1")
-    book.check()
+def test_announced_blocks_are_progress(loads: LoadBook) -> None:
+    book(loads, "a")
+    held = set(chain(4))
+    loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 36, 0)
+    assert loads.pending
+    held = set(chain(6))
+    loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 4, 0)
+    assert not loads.pending, "all of it is confirmed: from here on events alone say what is there"
+    loads.progress(0, 16, lambda slot, block_hash: False)
+    assert loads.load(0) == MacLoad(1, 4, 0)
 
 
-def test_booking_again_moves_the_request(book: LoadBook) -> None:
-    book.book(booking("r1"))
-    book.book(booking("r1", mac="b"))
-    book.check()
-    assert book.load("a", 1) == MacLoad()
-    assert book.load("b", 1).num_requests == 1
+def test_a_whole_prompt_that_is_cached_still_runs_a_token(loads: LoadBook) -> None:
+    book(loads, "a", num_tokens=64, matched=63)
+    loads.progress(0, 16, lambda slot, block_hash: True)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 1, 0)
 
 
-def test_leases_end(book: LoadBook) -> None:
-    book.book(booking("r1", expires_at_s=10.0))
-    book.book(booking("r2", expires_at_s=11.0))
-    assert book.expire(9.9) == ()
-    assert book.expire(10.0) == ("r1",)
-    assert book.expire(20.0) == ("r2",)
-    assert book.load("a", 1) == MacLoad()
+def test_a_first_token_turns_prefill_into_decoding_once(loads: LoadBook) -> None:
+    book(loads, "a")
+    for _ in range(2):
+        loads.first_token("a")
+        loads.check()
+    assert loads.load(0) == MacLoad(1, 0, 1)
+    assert loads.decode_context_tokens[0] == 100
+    loads.first_token("unknown")
 
 
-def test_an_incarnation_takes_only_its_own_bookings_along(book: LoadBook) -> None:
-    book.book(booking("r1", epoch=1))
-    book.book(booking("r2", epoch=2))
-    assert book.drop("a", 1) == ("r1",)
-    book.check()
-    assert book.incarnations() == {("a", 2)}
+def test_a_release_takes_back_all_once(loads: LoadBook) -> None:
+    book(loads, "a")
+    book(loads, "b")
+    loads.first_token("b")
+    assert loads.release("a") is not None
+    assert loads.release("a") is None
+    assert loads.release("b") is not None
+    loads.check()
+    assert loads.load(0) == MacLoad()
+    assert not loads.pending
+    assert len(loads) == 0
+
+
+def test_booking_again_moves_the_booking(loads: LoadBook) -> None:
+    book(loads, "a", slot=0)
+    book(loads, "a", slot=1, matched=32)
+    assert (loads.load(0), loads.load(1)) == (MacLoad(), MacLoad(1, 68, 0))
+    assert loads.get("a") is not None
+    assert loads.get("b") is None
+
+
+def test_leases_and_incarnations_end(loads: LoadBook) -> None:
+    book(loads, "a", until=5.0)
+    book(loads, "b", until=6.0)
+    book(loads, "c", slot=1, until=7.0)
+    assert [each.request_id for each in loads.expire(5.0)] == ["a"]
+    assert [each.request_id for each in loads.drop(1)] == ["c"]
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 100, 0)
+    assert loads.load(1) == MacLoad()
+
+
+def test_a_prompt_without_a_full_block_is_expected_nowhere(loads: LoadBook) -> None:
+    book(loads, "a", num_tokens=5)
+    assert not loads.pending
+    loads.progress(0, 16, lambda slot, block_hash: True)
+    loads.release("a")
+    loads.check()

@@ -4,11 +4,18 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.kv.events import xor_of
 from cluster.kv.hashing import root_hash
+from cluster.kv.layout import KVGroup
+from cluster.kv.spec import SlidingWindowSpec
+from cluster.routing.config import RoutingConfig
+from cluster.routing.decision import GroupDepth
+from cluster.routing.digests import bucket_digests, in_buckets
 from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, UnknownModel, UnknownRequest
 from cluster.routing.index import Applied
 from cluster.routing.mac import MacState
-from cluster.routing.router import NUM_DECISIONS_KEPT
+from cluster.routing.router import NUM_DECISIONS_KEPT, Router
+from cluster.routing.speed import StepSample
 
 OTHER_ROOT = root_hash(model="other", tokenizer="t", kv_format="f16", block_size=16)
 
@@ -18,18 +25,17 @@ def states(fleet) -> dict[str, MacState]:
 
 
 class TestMembership:
-    def test_a_mac_starts_and_is_ready_with_its_first_snapshot(self, fleet, prompt_of) -> None:
+    def test_a_mac_takes_requests_by_load_until_its_content_is_known(self, fleet, prompt_of) -> None:
         assert fleet.router.join(fleet.info("a")) is Applied.RESYNC
         assert states(fleet) == {"a": MacState.STARTING}
-        with pytest.raises(NoMacAvailable, match="a: starting"):
-            fleet.route(prompt_of((1, 40)))
-        fleet.router.load_snapshot("a", 1, 0, [])
+        assert fleet.route(prompt_of((1, 40))).num_matched_tokens == 0
+        fleet.router.load_snapshot("a", 1, 0, [b""])
         assert states(fleet) == {"a": MacState.READY}
         assert fleet.router.join(fleet.info("a")) is Applied.OK, "joining twice changes nothing"
         assert fleet.route(prompt_of((1, 40))).mac == "a"
 
     def test_a_snapshot_for_a_mac_that_has_not_joined_is_refused(self, fleet) -> None:
-        assert fleet.router.load_snapshot("a", 1, 0, []) is Applied.RESYNC
+        assert fleet.router.load_snapshot("a", 1, 0, [b""]) is Applied.RESYNC
 
     def test_knows_the_present_incarnation_while_it_can_be_reached(self, fleet) -> None:
         fleet.add("a", epoch=2)
@@ -62,18 +68,35 @@ class TestMembership:
         fleet.router.check()
         assert fleet.loads() == {"a": (0, 0, 0)}
         assert states(fleet) == {"a": MacState.STARTING}
-        fleet.router.load_snapshot("a", 2, 0, [])
+        fleet.router.load_snapshot("a", 2, 0, [b""])
         decision = fleet.route(prompt)
         assert (decision.epoch, decision.num_matched_tokens) == (2, 0)
 
-    def test_a_lost_mac_takes_nothing_and_its_blocks_are_forgotten(self, fleet, prompt_of, hashes_of) -> None:
+    def test_a_lost_mac_takes_nothing_and_its_blocks_are_forgotten_after_a_minute(self, fleet, prompt_of, hashes_of):
         fleet.add("a", "b", holds=hashes_of(prompt_of((1, 320))))
         fleet.router.lost("a")
         fleet.router.lost("unknown")
         fleet.router.check()
         assert {fleet.route(prompt_of((1, 320))).mac for _ in range(8)} == {"b"}
-        assert [each.mac for each in fleet.router.index_stats().macs] == ["b"]
-        assert fleet.router.apply_events("a", 1, 0, [], []) is Applied.RESYNC
+        assert fleet.router.apply_events("a", 1, 0, []) is Applied.RESYNC
+        fleet.router.expire(5.0)
+        fleet.router.expire(64.0)
+        assert [sum(each.content.num_blocks_by_group) for each in fleet.router.index_stats().macs] == [20, 20]
+        fleet.router.expire(65.0)
+        fleet.router.expire(200.0)
+        fleet.router.check()
+        assert [sum(each.content.num_blocks_by_group) for each in fleet.router.index_stats().macs] == [0, 20]
+
+    def test_a_mac_that_flaps_need_not_send_its_blocks_again(self, fleet, prompt_of, hashes_of) -> None:
+        prompt = prompt_of((1, 320))
+        fleet.add("a", holds=hashes_of(prompt))
+        fleet.router.lost("a")
+        fleet.router.expire(1.0)
+        assert fleet.router.join(fleet.info("a")) is Applied.RESYNC
+        assert states(fleet) == {"a": MacState.READY}
+        assert fleet.router.check_digests("a", 1, 7, [xor_of(b"".join(hashes_of(prompt)))]) == ()
+        fleet.router.expire(100.0)
+        assert fleet.route(prompt).num_matched_tokens == 319
 
     def test_a_drained_mac_takes_nothing_new_until_resumed(self, fleet, prompt_of, hashes_of) -> None:
         prompt = prompt_of((1, 320))
@@ -82,7 +105,7 @@ class TestMembership:
         running = fleet.route(prompt)
         fleet.router.drain("a")
         assert [fleet.route(prompt).mac for _ in range(5)] == ["b"] * 5
-        assert fleet.loads()["a"] == (1, 16, 0), "what runs there goes on"
+        assert fleet.loads()["a"] == (1, 1, 0), "what runs there goes on"
         fleet.router.first_token(running.request_id)
         fleet.router.resume("a")
         assert fleet.route(prompt).mac == "a"
@@ -123,6 +146,7 @@ class TestCompatibility:
         fleet.router.lost("a")
         fleet.add("c", root_hash=OTHER_ROOT)
         fleet.router.check()
+        assert set(states(fleet)) == {"b", "c"}
 
     def test_a_refused_restart_ends_the_old_incarnation(self, fleet, prompt_of) -> None:
         fleet.add("a", "b")
@@ -134,11 +158,42 @@ class TestCompatibility:
 
     def test_a_mac_alone_may_change_its_model(self, fleet) -> None:
         fleet.add("a")
-        fleet.router.observe_prefill("a", 1_500, 1.0)
-        fleet.add("a", epoch=2)
-        assert fleet.router.fleet()[0].prefill_tokens_per_s == 1_500.0, "same Mac, same model: same speed"
-        fleet.add("a", epoch=3, model="other", root_hash=OTHER_ROOT)
-        assert fleet.router.fleet()[0].prefill_tokens_per_s == 1_000.0
+        fleet.learn("a", 1_500.0)
+        fleet.router.join(fleet.info("a", epoch=2))
+        speeds = [each.prefill_tokens_per_s for each in fleet.router.fleet()]
+        assert speeds == [pytest.approx(1_500.0)], "same Mac, same model: same speed"
+        fleet.router.drain("a")
+        fleet.router.join(fleet.info("a", epoch=3, model="other", root_hash=OTHER_ROOT))
+        fleet.router.check()
+        assert states(fleet) == {"a": MacState.DRAINING}
+        assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(500.0, rel=0.02)
+        assert fleet.router.models() == {"other": {"a": MacState.DRAINING}}
+
+    def test_a_model_that_comes_back_in_another_format_begins_anew(self, fleet, prompt_of, hashes_of) -> None:
+        fleet.add("a", "b", holds=hashes_of(prompt_of((1, 320))))
+        fleet.route(prompt_of((1, 320)))
+        fleet.router.lost("a")
+        fleet.learn("b", 1_500.0)
+        fleet.router.drain("b")
+        fleet.router.join(fleet.info("b", epoch=2, root_hash=OTHER_ROOT))
+        fleet.router.check()
+        assert states(fleet) == {"b": MacState.DRAINING}
+        assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(1_500.0)
+        assert fleet.router.index_stats().num_keys == 0
+
+    def test_kv_groups_unlike_the_others_are_refused(self, fleet) -> None:
+        """Or a block of one Mac would be taken for another kind on the next."""
+        fleet.add("a")
+        window = KVGroup(1, 0, SlidingWindowSpec(1, 8, 64), (1,), 4096)
+        with pytest.raises(IncompatibleMac, match=r"FullAttention \+ SlidingWindow here, FullAttention on a"):
+            fleet.router.join(fleet.info("b", groups=(*fleet.info("b").groups, window)))
+
+    def test_pools_may_differ(self, fleet) -> None:
+        """They follow each Mac's memory; what a block means doesn't."""
+        fleet.add("a")
+        other = tuple(replace(group, pool_id=1, page_bytes=8192) for group in fleet.info("b").groups)
+        fleet.add("b", groups=other)
+        assert set(states(fleet)) == {"a", "b"}
 
 
 class TestRouting:
@@ -153,10 +208,13 @@ class TestRouting:
         assert fleet.loads() == {"a": (1, 4, 0)}
 
     def test_one_token_always_runs(self, fleet, prompt_of, hashes_of) -> None:
-        """A prompt of whole blocks that are all cached still computes its last block."""
+        """A prompt of whole blocks that are all cached, or will be, still computes its last token, or block."""
         prompt = prompt_of((1, 64))
-        fleet.add("a", holds=hashes_of(prompt))
-        assert fleet.route(prompt).num_matched_tokens == 48
+        fleet.add("a", "b", holds=hashes_of(prompt))
+        fleet.remove("b", hashes_of(prompt))
+        assert fleet.route(prompt, exclude=["b"]).num_matched_tokens == 63
+        assert fleet.route(prompt, exclude=["a"]).num_matched_tokens == 0
+        assert fleet.route(prompt, exclude=["a"]).num_matched_tokens == 48
 
     def test_a_conversation_goes_back_to_its_mac_though_another_is_idle(self, fleet, prompt_of) -> None:
         fleet.add("a", "b")
@@ -176,7 +234,8 @@ class TestRouting:
         fleet.route(prompt_of((2, 2_400)), exclude=[name for name in ("a", "b") if name != first.mac])
         second = fleet.route(prompt_of((1, 1_600), (3, 100)))
         assert second.mac != first.mac
-        assert f"{first.mac} holds 1600 but its queue costs 2.400 s" in second.reason
+        reason = fleet.router.explain(second.request_id).reason
+        assert f"{first.mac} holds 1600 but its queue costs more" in reason
 
     def test_cold_requests_spread(self, fleet, prompt_of) -> None:
         fleet.add("a", "b", "c", "d")
@@ -203,8 +262,8 @@ class TestRouting:
         decisions = [fleet.route(prompt) for _ in range(10)]
         assert len({each.mac for each in decisions}) == 1
         assert [each.num_matched_tokens for each in decisions] == [0] + [992] * 9
-        fleet.store(decisions[0].mac, hashes_of(prompt))
-        assert fleet.router.index_stats().num_expected == 0
+        fleet.store(decisions[0].mac, prompt)
+        fleet.router.check()
         assert fleet.loads()[decisions[0].mac] == (10, 10 * 8, 0), "each still has the tokens after its last full block"
         assert fleet.route(prompt).mac == decisions[0].mac
 
@@ -232,10 +291,12 @@ class TestRouting:
     def test_the_first_token_ends_the_wait_of_others(self, fleet, prompt_of) -> None:
         fleet.add("a")
         running = fleet.route(prompt_of((1, 1_000)))
-        assert fleet.route(prompt_of((2, 100)), "x").candidates[0].wait_s == 1.0
+        waits = fleet.candidates(fleet.route(prompt_of((2, 100)), "x"))
+        assert waits["a"].terms.wait_s == 1.0
+        assert waits["a"].terms.first_token_s == 1.1
         fleet.router.first_token(running.request_id)
         fleet.router.release("x")
-        assert fleet.route(prompt_of((3, 100))).candidates[0].wait_s == 0.0
+        assert fleet.candidates(fleet.route(prompt_of((3, 100))))["a"].terms.wait_s == 0.0
         assert fleet.loads() == {"a": (2, 100, 1)}
 
     def test_announced_blocks_shorten_the_wait_of_others(self, fleet, prompt_of, hashes_of) -> None:
@@ -243,18 +304,22 @@ class TestRouting:
         prompt = prompt_of((1, 1_600))
         fleet.add("a")
         fleet.route(prompt)
-        fleet.store("a", hashes_of(prompt)[:75])
-        assert fleet.route(prompt_of((2, 100))).candidates[0].wait_s == 0.4
+        fleet.store("a", prompt, 0, 75)
+        assert fleet.candidates(fleet.route(prompt_of((2, 100))))["a"].terms.wait_s == 0.4
 
-    def test_learnt_speeds_decide(self, fleet, prompt_of) -> None:
+    def test_learnt_speeds_decide(self, fleet, prompt_of, prefill_sample) -> None:
         fleet.add("slow", "fast")
         for _ in range(10):
-            fleet.router.observe_prefill("slow", 512, 1.024)
-            fleet.router.observe_prefill("fast", 512, 0.128)
-            fleet.router.observe_prefill("unknown", 512, 0.128)
+            fleet.router.observe_steps("slow", [prefill_sample(512, 1.024)])
+            fleet.router.observe_steps("fast", [prefill_sample(512, 0.128)])
+            fleet.router.observe_steps("unknown", [prefill_sample(512, 0.128)])
         fleet.router.check()
         speeds = {each.info.name: each.prefill_tokens_per_s for each in fleet.router.fleet()}
         assert speeds == {"slow": pytest.approx(500.0, rel=0.1), "fast": pytest.approx(4_000.0, rel=0.1)}
+        fleet.router.join(fleet.info("new"))
+        new = next(each for each in fleet.router.fleet() if each.info.name == "new")
+        assert 500.0 < new.prefill_tokens_per_s < 4_000.0, "taken for an average one"
+        fleet.router.leave("new", 1)
         assert [fleet.route(prompt_of((number, 500))).mac for number in range(4)] == ["fast"] * 4
 
 
@@ -308,7 +373,7 @@ class TestLeases:
         assert fleet.router.expire(60.0) == ("r",)
         fleet.router.check()
         assert fleet.loads() == {"a": (0, 0, 0)}
-        assert fleet.router.index_stats().num_expected == 0
+        assert fleet.route(prompt_of((1, 100))).num_matched_tokens == 0, "nothing is expected of it any more"
 
     def test_calls_for_a_request_that_is_over_do_nothing(self, fleet, prompt_of) -> None:
         fleet.add("a")
@@ -321,12 +386,35 @@ class TestLeases:
 
 
 class TestExplain:
-    def test_tells_each_macs_numbers_of_a_past_request(self, fleet, prompt_of) -> None:
+    def test_tells_each_macs_numbers_of_a_past_request(self, fleet, prompt_of, hashes_of) -> None:
+        """As they were then, whatever has happened since."""
+        prompt = prompt_of((1, 100))
         fleet.add("a", "b")
-        decision = fleet.route(prompt_of((1, 100)), "r")
+        fleet.store("b", prompt, 0, 3)
+        decision = fleet.route(prompt, "r")
         fleet.router.release("r")
-        assert fleet.router.explain("r") is decision
-        assert [each.mac for each in decision.candidates] == ["a", "b"]
+        fleet.remove("b", hashes_of(prompt))
+        fleet.add("a", epoch=2, speed=10.0)
+        explained = fleet.router.explain("r")
+        assert explained.decision is decision
+        assert (explained.request_id, explained.num_tokens, explained.policy) == ("r", 100, "predicted_seconds")
+        a, b = explained.candidates
+        assert (a.mac, a.num_held_tokens, a.terms.prefill_s) == ("a", 0, pytest.approx(0.1))
+        assert (b.mac, b.num_held_tokens, b.terms.prefill_s) == ("b", 48, pytest.approx(0.052))
+        assert b.groups == (GroupDepth(0, "FullAttention", 48),)
+        assert explained.reason == ("b holds 48 of 100 prompt tokens, more than any other: 0.052 s there, 0.100 s on a")
+
+    def test_tells_how_far_each_group_goes(self, fleet, prompt_of, hashes_of) -> None:
+        """Full attention is there, a window's blocks are not: nothing can be resumed, and explain says whose fault."""
+        prompt = prompt_of((1, 100))
+        groups = (*fleet.info("a").groups, KVGroup(1, 0, SlidingWindowSpec(1, 8, 40), (1,), 4096))
+        fleet.router.join(fleet.info("a", groups=groups))
+        hashes = hashes_of(prompt)
+        fleet.router.load_snapshot("a", 1, 0, [b"".join(hashes), b"".join(hashes[:2])])
+        fleet.route(prompt, "r")
+        (candidate,) = fleet.router.explain("r").candidates
+        assert candidate.num_held_tokens == 32
+        assert candidate.groups == (GroupDepth(0, "FullAttention", 96), GroupDepth(1, "SlidingWindow", 32))
 
     def test_keeps_the_last_thousand(self, fleet, prompt_of) -> None:
         fleet.add("a")
@@ -336,16 +424,241 @@ class TestExplain:
         fleet.router.route(replace(query, request_id="q0"), 1.0)
         fleet.router.route(replace(query, request_id="new"), 1.0)
         fleet.router.check()
-        assert fleet.router.explain("q0").decided_at_s == 1.0, "routed again: the latest decision, kept longest"
+        decision = fleet.router.explain("q0").decision
+        assert decision is not None
+        assert decision.decided_at_s == 1.0, "routed again: the latest decision, kept longest"
         with pytest.raises(UnknownRequest, match="'q1' is not among the last 1000"):
             fleet.router.explain("q1")
 
     def test_what_if_changes_nothing(self, fleet, prompt_of) -> None:
         fleet.add("a", "b")
-        query = fleet.query(prompt_of((1, 100)), "hypothetical")
+        query = fleet.query(prompt_of((1, 100)), "hypothetical", session="s")
         supposed = fleet.router.what_if(query, 1.0)
         fleet.router.check()
         assert fleet.loads() == {"a": (0, 0, 0), "b": (0, 0, 0)}
         with pytest.raises(UnknownRequest):
             fleet.router.explain("hypothetical")
-        assert fleet.router.route(query, 1.0) == supposed
+        assert fleet.router.route(query, 1.0) == supposed.decision
+
+    def test_what_if_says_so_when_every_mac_is_excluded(self, fleet, prompt_of) -> None:
+        fleet.add("a")
+        fleet.router.drain("a")
+        explained = fleet.router.what_if(fleet.query(prompt_of((1, 100))), 1.0)
+        assert explained.decision is None
+        assert explained.reason == "every Mac is excluded"
+        assert [each.excluded for each in explained.candidates] == ["draining"]
+
+    @pytest.mark.parametrize(
+        ("macs", "reason"),
+        [
+            ({"a": 1_000.0}, "a holds 0 of 100 prompt tokens and is the only Mac that can take the request"),
+            ({"a": 1_000.0, "b": 1_000.0}, "as much as the best of the others, and has had less work of late"),
+            ({"a": 1_000.0, "b": 100.0}, "as much as the best of the others, and is less busy or faster"),
+        ],
+    )
+    def test_gives_a_reason(self, fleet, prompt_of, macs: dict[str, float], reason: str) -> None:
+        for name, speed in macs.items():
+            fleet.add(name, speed=speed)
+        assert reason in fleet.router.explain(fleet.route(prompt_of((1, 100))).request_id).reason
+
+    def test_names_another_policy(self, make_fleet, prompt_of) -> None:
+        fleet = make_fleet(RoutingConfig(policy="round_robin"))
+        fleet.add("a", "b")
+        explained = fleet.router.explain(fleet.route(prompt_of((1, 100))).request_id)
+        assert explained.policy == "round_robin"
+        assert "chosen by round_robin" in explained.reason
+
+
+class TestDigests:
+    def test_a_difference_is_loaded_by_buckets(self, fleet, prompt_of, hashes_of) -> None:
+        """Digest of each group, then of 256 buckets, then what differs: the rest is not sent."""
+        prompt, more = prompt_of((1, 1_600)), prompt_of((2, 160))
+        fleet.add("a", holds=hashes_of(prompt))
+        held = [*hashes_of(prompt), *hashes_of(more)]
+        digests = [xor_of(b"".join(held))]
+        assert fleet.router.check_digests("a", 1, 5, digests) == (0,)
+        wanted = fleet.router.differing_buckets("a", 1, {0: bucket_digests(held)})
+        assert wanted is not None
+        assert set(wanted[0]) == {each[0] for each in hashes_of(more)}
+        sent = in_buckets(held, wanted[0])
+        assert len(sent) < 16 * 30
+        assert fleet.router.load_difference("a", 1, 5, {0: (wanted[0], sent)}, digests) is Applied.OK
+        fleet.router.check()
+        assert fleet.route(more).num_matched_tokens == 159
+
+    def test_a_difference_that_does_not_add_up_is_asked_for_again(self, fleet, prompt_of, hashes_of) -> None:
+        fleet.add("a")
+        digests = [xor_of(b"".join(hashes_of(prompt_of((1, 160)))))]
+        assert fleet.router.load_difference("a", 1, 5, {0: ((), b"")}, digests) is Applied.RESYNC
+        assert fleet.router.apply_events("a", 1, 5, []) is Applied.RESYNC
+
+    def test_an_unknown_incarnation_is_told_to_join(self, fleet) -> None:
+        fleet.add("a", epoch=2)
+        for name, epoch in (("a", 1), ("b", 2)):
+            assert fleet.router.check_digests(name, epoch, 0, [0]) is None
+            assert fleet.router.differing_buckets(name, epoch, {}) is None
+            assert fleet.router.load_difference(name, epoch, 0, {}, [0]) is Applied.RESYNC
+            assert fleet.router.load_snapshot(name, epoch, 0, [b""]) is Applied.RESYNC
+            assert fleet.router.apply_events(name, epoch, 0, []) is Applied.RESYNC
+
+    def test_another_number_of_groups_is_named(self, fleet) -> None:
+        fleet.add("a")
+        with pytest.raises(ValueError, match="a: 2 digests for 1 groups"):
+            fleet.router.check_digests("a", 1, 0, [0, 0])
+        with pytest.raises(ValueError, match="a: a snapshot of 2 groups, the model has 1"):
+            fleet.router.load_snapshot("a", 1, 0, [b"", b""])
+
+
+class TestOperators:
+    def test_a_cordon_is_about_the_host_and_stays(self, fleet, prompt_of) -> None:
+        fleet.add("a", "b")
+        fleet.router.cordon("a", "new memory")
+        assert states(fleet)["a"] is MacState.CORDONED
+        assert {fleet.route(prompt_of((number, 50))).mac for number in range(5)} == {"b"}
+        fleet.router.leave("a", 1)
+        fleet.add("a", epoch=2)
+        assert states(fleet)["a"] is MacState.CORDONED
+        fleet.router.drain("b")
+        with pytest.raises(NoMacAvailable) as refused:
+            fleet.route(prompt_of((1, 50)))
+        assert refused.value.reasons == {"a": "cordoned: new memory", "b": "draining"}
+        fleet.router.resume("a")
+        assert states(fleet)["a"] is MacState.READY
+        assert fleet.router.fleet()[1].note == ""
+        fleet.router.check()
+
+    def test_models_say_which_macs_serve_them(self, fleet) -> None:
+        fleet.add("a", "b")
+        fleet.add("c", model="other", root_hash=OTHER_ROOT, block_size=32)
+        fleet.router.lost("b")
+        assert fleet.router.models() == {
+            "tiny": {"a": MacState.READY, "b": MacState.LOST},
+            "other": {"c": MacState.READY},
+        }
+
+    def test_a_mac_that_changes_its_model_moves(self, fleet) -> None:
+        fleet.add("a", "b")
+        fleet.router.join(fleet.info("a", epoch=2, model="other", root_hash=OTHER_ROOT))
+        fleet.router.check()
+        assert {model: list(macs) for model, macs in fleet.router.models().items()} == {"tiny": ["b"], "other": ["a"]}
+
+
+class TestLearning:
+    def test_a_mac_starts_from_what_the_others_are_and_then_learns(self, fleet, prefill_sample) -> None:
+        fleet.router.join(fleet.info("a"))
+        fleet.router.observe_steps("a", [])
+        assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(500.0, rel=0.02)
+        fleet.router.observe_steps("a", [prefill_sample(512, 0.1)] * 5)
+        fleet.router.join(fleet.info("b"))
+        speeds = {each.info.name: each.prefill_tokens_per_s for each in fleet.router.fleet()}
+        assert speeds["b"] == pytest.approx(speeds["a"]) == pytest.approx(5_120, rel=0.01)
+        fleet.router.observe_steps("b", [prefill_sample(512, 0.2)])
+        assert fleet.router.fleet()[1].prefill_tokens_per_s == pytest.approx(2_560, rel=0.01)
+
+    def test_of_a_report_s_steps_that_only_decode_one_is_learnt_from(self, fleet, prefill_sample) -> None:
+        """They are all alike, and many; a prefill among them must not be drowned."""
+        fleet.router.join(fleet.info("a"))
+        decode = StepSample(0, 0.0, 4, 4_000, 0.05)
+        fleet.router.observe_steps("a", [decode, decode, prefill_sample(512, 0.1), decode, decode])
+        assert fleet.router._fleets["tiny"].members["a"].speed.num_observed == 2
+
+    def test_answers_tell_how_long_answers_are(self, fleet, prompt_of) -> None:
+        fleet.add("a")
+        for number in range(300):
+            fleet.router.release(fleet.route(prompt_of((number, 20))).request_id, 1_000)
+        assert fleet.router._fleets["tiny"].num_output_tokens == pytest.approx(1_000, rel=0.02)
+
+    def test_predicted_and_actual_hits_are_compared(self, fleet, prompt_of, hashes_of) -> None:
+        prompt = prompt_of((1, 320))
+        fleet.add("a", holds=hashes_of(prompt))
+        alarms = []
+        for number in range(10):
+            request_id = fleet.route(prompt, f"r{number}").request_id
+            alarms.append(fleet.router.first_token(request_id, 319 if number < 5 else 0))
+            assert fleet.router.first_token(request_id, 0) is False, "once a request"
+            fleet.router.release(request_id)
+        drift = fleet.router.fleet()[0].drift
+        assert (drift.num_requests, drift.num_predicted_tokens) == (10, 3_190)
+        assert (drift.num_actual_tokens, drift.num_error_tokens) == (5 * 319, 5 * 319)
+        assert drift.is_alarming
+        assert alarms.count(True) == 1
+
+    def test_a_mac_whose_content_is_not_known_is_not_compared(self, fleet, prompt_of) -> None:
+        """A restarted router would else raise an alarm for what it can't know."""
+        fleet.router.join(fleet.info("a"))
+        for number in range(10):
+            request_id = fleet.route(prompt_of((number, 320))).request_id
+            assert fleet.router.first_token(request_id, 304) is False
+        assert fleet.router.fleet()[0].drift.num_requests == 0
+
+    def test_of_a_mac_without_a_prefix_cache_nothing_is_expected(self, fleet, prompt_of) -> None:
+        fleet.add("a", is_caching=False)
+        assert [fleet.route(prompt_of((1, 320))).num_matched_tokens for _ in range(3)] == [0, 0, 0]
+        assert fleet.router.fleet()[0].hot_tokens == 0
+
+    def test_requests_that_a_restarted_router_does_not_know_still_load_their_mac(self, fleet, prompt_of) -> None:
+        config = RoutingConfig(decode_weight=1.0)
+        fleet.router = Router(config)
+        fleet.add("a", "b")
+        fleet.router.observe_load("a", 1, 3)
+        fleet.router.observe_load("a", 9, 8)
+        fleet.router.observe_load("c", 1, 8)
+        requests = {each.mac: each for each in fleet.router.what_if(fleet.query(prompt_of((1, 50))), 0.0).candidates}
+        assert set(requests) == {"a", "b"}
+        assert fleet.router._fleets["tiny"].members["a"].num_foreign == 3
+        fleet.route(prompt_of((1, 50)), exclude=["b"])
+        fleet.router.observe_load("a", 1, 1)
+        assert fleet.router._fleets["tiny"].members["a"].num_foreign == 0
+
+    def test_sessions_are_a_hint_among_equals(self, fleet, prompt_of) -> None:
+        fleet.add("a", "b", "c")
+        first = fleet.route(prompt_of((1, 10)), session="s")
+        fleet.finish(first, prompt_of((1, 10)))
+        for number in range(3):
+            again = fleet.route(prompt_of((2 + number, 10)), session="s")
+            assert again.mac == first.mac
+            fleet.finish(again, prompt_of((2 + number, 10)))
+        fleet.route(prompt_of((9, 1_000)), exclude=[each for each in "abc" if each != first.mac])
+        assert fleet.route(prompt_of((7, 10)), session="s").mac != first.mac, "never a pin"
+
+    def test_a_session_of_a_mac_that_left_is_forgotten(self, fleet, prompt_of) -> None:
+        fleet.add("a", "b")
+        first = fleet.route(prompt_of((1, 10)), session="s")
+        fleet.router.leave(first.mac, 1)
+        fleet.add("c", "d")
+        fleet.router.check()
+        assert fleet.route(prompt_of((2, 10)), session="s").mac != first.mac
+
+    def test_the_oldest_sessions_are_forgotten(self, fleet, prompt_of, monkeypatch) -> None:
+        monkeypatch.setattr("cluster.routing.model_fleet._MAX_SESSIONS", 2)
+        fleet.add("a")
+        for number in range(4):
+            fleet.route(prompt_of((number, 10)), session=f"s{number}")
+        assert list(fleet.router._fleets["tiny"]._sessions) == ["s2", "s3"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be at least 1, got 0"),
+        ({"tenant_weight": 0.0}, "weight must be positive and finite, got 0.0"),
+        ({"tenant_weight": float("inf")}, "weight must be positive and finite"),
+    ],
+)
+def test_a_query_that_can_not_be_is_refused(fleet, prompt_of, fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fleet.query(prompt_of((1, 10)), **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"policy": "guess"}, "policy must be one of predicted_seconds, .*, got 'guess'"),
+        ({"lease_s": 0.0}, "lease_s must be positive, got 0.0"),
+        ({"default_prefill_tokens_per_s": float("nan")}, "default_prefill_tokens_per_s must be positive"),
+        ({"stall_weight": -1.0}, "stall_weight must not be negative, got -1.0"),
+    ],
+)
+def test_settings_name_what_is_wrong(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutingConfig(**fields)

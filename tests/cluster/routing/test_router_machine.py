@@ -1,7 +1,7 @@
 """The router through random lives of a fleet, against a naive twin.
 
-Macs store, evict, restart and flap; their batches arrive late, twice, out of order or never; requests are routed,
-cancelled and forgotten. The twin keeps plain sets and recounts everything on every question.
+Macs store, evict, restart (silently too) and flap; their batches arrive late, twice, out of order or never; requests
+are routed, cancelled and forgotten. The twin keeps plain sets and recounts everything on every question.
 """
 
 from dataclasses import dataclass, field
@@ -10,21 +10,38 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.kv.hashing import BlockHash, root_hash
+from cluster.kv.events import BlockEvent, BlocksRemoved, BlocksStored, xor_of
+from cluster.kv.hashing import BlockHash, hash_block, root_hash
+from cluster.kv.layout import KVGroup
+from cluster.kv.spec import FullAttentionSpec
+from cluster.routing.config import RoutingConfig
+from cluster.routing.decision import RouteQuery
+from cluster.routing.digests import bucket_digests, in_buckets
 from cluster.routing.errors import NoMacAvailable, UnknownModel
 from cluster.routing.index import Applied
 from cluster.routing.mac import MacInfo, MacState
-from cluster.routing.policy import RoutingConfig
-from cluster.routing.router import RouteQuery, Router
+from cluster.routing.router import Router
 
 ROOT = root_hash(model="m", tokenizer="t", kv_format="f16", block_size=16)
+FULL = (KVGroup(0, 0, FullAttentionSpec(1, 8), (0,), 4096),)
 NAMES = ("a", "b", "c")
-HASHES = [BlockHash(bytes([number]) * 16) for number in range(10)]
+CONFIG = RoutingConfig(default_prefill_tokens_per_s=100.0, lease_s=5.0)
+
+
+def chain(*tokens: int) -> list[BlockHash]:
+    hashes, parent = [], ROOT
+    for token in tokens:
+        parent = hash_block(parent, [token])
+        hashes.append(parent)
+    return hashes
+
+
 # A chain, a branch of it, and another chain.
-PROMPTS = [(0, 1, 2, 3, 4), (0, 1, 5, 6), (7, 8, 9)]
-CONFIG = RoutingConfig(default_prefill_tokens_per_s=100.0, decode_slowdown_s=0.001, lease_s=5.0)
-CHANGES = st.lists(st.sampled_from(HASHES), min_size=1, max_size=6)
-Batch = tuple[int, int, list[BlockHash], list[BlockHash]]
+PROMPTS = [chain(0, 1, 2, 3, 4), chain(0, 1, 5, 6), chain(7, 8, 9)]
+PARENTS: dict[BlockHash, BlockHash | None] = {}
+for _prompt in PROMPTS:
+    PARENTS |= dict(zip(_prompt, [None, *_prompt], strict=False))
+Batch = tuple[int, int, list[BlockEvent]]
 
 
 @dataclass
@@ -44,18 +61,21 @@ class TwinMac:
     epoch: int
     next_seq: int = 0
     is_synced: bool = False
+    is_known: bool = False
+    is_lost: bool = False
+    lost_since_s: float | None = None
     held: set[BlockHash] = field(default_factory=set)
 
 
 @dataclass
 class TwinRequest:
     mac: str
-    epoch: int
-    num_prefill_tokens: int
-    own: set[BlockHash]
-    shared: set[BlockHash]
+    hashes: list[BlockHash]
+    num_tokens: int
+    num_done_tokens: int
     expires_at_s: float
     has_first_token: bool = False
+    is_pending: bool = True
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -65,11 +85,9 @@ class RouterMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.num_requests = 0
         self.real = {name: RealMac() for name in NAMES}
-        self.snapshots: dict[str, tuple[int, int, frozenset[BlockHash]]] = {}
-        self.indexed: dict[str, TwinMac] = {}
-        self.joined: dict[str, int] = {}
-        self.started: set[str] = set()
+        self.joined: dict[str, TwinMac] = {}
         self.draining: set[str] = set()
+        self.cordoned: set[str] = set()
         self.requests: dict[str, TwinRequest] = {}
 
     # The Macs.
@@ -82,64 +100,79 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def recover(self, name: str) -> None:
         self.join(name)
-        self.load_snapshot(name)
+        self.handshake(name)
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
         epoch = self.real[name].epoch
-        if self.joined.get(name, epoch) != epoch:
+        twin = self.joined.get(name)
+        if twin is None or twin.epoch != epoch:
             self._end_incarnation(name)
-        self.joined[name] = epoch
-        if name not in self.indexed:
-            self.indexed[name] = TwinMac(epoch)
-        info = MacInfo(name, epoch, "m", ROOT, 16, f"{name}:1", 1_000, 100)
-        assert self.router.join(info) is self._answer(name)
+            twin = self.joined[name] = TwinMac(epoch)
+        if twin.is_lost:
+            twin.is_synced = False
+        twin.is_lost, twin.lost_since_s = False, None
+        info = MacInfo(name, epoch, "m", ROOT, 16, f"{name}:1", 1_000, 100, FULL, 1_600)
+        assert self.router.join(info) is (Applied.OK if twin.is_synced else Applied.RESYNC)
 
-    @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(["restart", "leave", "leave late", "lost"]))
+    @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(["restart", "silent", "leave", "leave late", "lost"]))
     def mishap(self, name: str, kind: str) -> None:
-        real = self.real[name]
+        real, twin = self.real[name], self.joined.get(name)
         if kind == "restart":
             self.real[name] = RealMac(epoch=real.epoch + 1, wire=real.wire)
+        elif kind == "silent":
+            # Old batches can't be told from new ones now: only those that come from here on do.
+            self.real[name] = RealMac(epoch=real.epoch)
         elif kind == "lost":
             self.router.lost(name)
-            self._forget_blocks(name)
+            if twin is not None:
+                twin.is_lost = True
         elif kind == "leave late":
-            self.router.leave(name, self.joined.get(name, 0) - 1)
+            self.router.leave(name, (twin.epoch if twin else 0) - 1)
         else:
-            self.router.leave(name, self.joined.get(name, 0))
+            self.router.leave(name, twin.epoch if twin else 0)
             self._end_incarnation(name)
             self.joined.pop(name, None)
             self.draining.discard(name)
 
     @precondition(lambda self: self.joined)
-    @rule(data=st.data(), drain=st.booleans())
-    def drain_or_resume(self, data: st.DataObject, drain: bool) -> None:
+    @rule(data=st.data(), happens=st.sampled_from(["drain", "cordon", "resume", "resume"]))
+    def operate(self, data: st.DataObject, happens: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.joined)))
-        (self.router.drain if drain else self.router.resume)(name)
-        (self.draining.add if drain else self.draining.discard)(name)
+        getattr(self.router, happens)(name)
+        if happens == "drain":
+            self.draining.add(name)
+        elif happens == "cordon":
+            self.cordoned.add(name)
+        else:
+            self.draining.discard(name)
+            self.cordoned.discard(name)
 
-    @rule(name=st.sampled_from(NAMES), changes=CHANGES, arrives=st.booleans())
-    def change_blocks(self, name: str, changes: list[BlockHash], arrives: bool) -> None:
-        """Presence flips in this order; the batch only says how often each way."""
-        real = self.real[name]
-        stored: list[BlockHash] = []
-        removed: list[BlockHash] = []
-        for each in changes:
-            (removed if each in real.held else stored).append(each)
-            real.held ^= {each}
-        real.wire.append((real.epoch, real.next_seq, stored, removed))
-        real.next_seq += 1
-        if arrives:
-            self._deliver(name, real.wire[-1])
+    @rule(name=st.sampled_from(NAMES), prompt=st.sampled_from(PROMPTS), depth=st.integers(1, 5), arrives=st.booleans())
+    def store(self, name: str, prompt: list[BlockHash], depth: int, arrives: bool) -> None:
+        held = self.real[name].held
+        new = [each for each in prompt[:depth] if each not in held]
+        held.update(new)
+        self._send(name, [BlocksStored(0, each, PARENTS[each], 0) for each in new], arrives)
+
+    @rule(name=st.sampled_from(NAMES), prompt=st.sampled_from(PROMPTS), depth=st.integers(0, 4), arrives=st.booleans())
+    def evict(self, name: str, prompt: list[BlockHash], depth: int, arrives: bool) -> None:
+        """Tail first, and nothing that another chain still needs."""
+        held, gone = self.real[name].held, []
+        for each in reversed(prompt[depth:]):
+            if each in held and not any(PARENTS[other] == each for other in held):
+                held.discard(each)
+                gone.append(each)
+        self._send(name, [BlocksRemoved(0, b"".join(gone))] if gone else [], arrives)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_blocks=st.integers(1, 5))
     def compute(self, data: st.DataObject, num_blocks: int) -> None:
         """The Mac fills blocks that a request there is to compute."""
         request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
-        missing = sorted((request.own | request.shared) - self.real[request.mac].held)
-        if missing:
-            self.change_blocks(request.mac, missing[:num_blocks], True)
+        held = self.real[request.mac].held
+        missing = [each for each in request.hashes if each not in held]
+        self.store(request.mac, request.hashes, len(request.hashes) - len(missing) + num_blocks, True)
 
     # The wire.
 
@@ -147,44 +180,41 @@ class RouterMachine(RuleBasedStateMachine):
     def deliver(self, name: str, data: st.DataObject) -> None:
         """Any batch of any incarnation, mostly the next; it stays on the wire and may come again."""
         wire = self.real[name].wire
-        twin = self.indexed.get(name)
+        twin = self.joined.get(name)
         following = [each for each in wire if twin and each[:2] == (twin.epoch, twin.next_seq)]
-        if not wire:
-            return
-        self._deliver(name, data.draw(st.sampled_from(following * 3 + wire)))
+        if wire:
+            self._deliver(name, data.draw(st.sampled_from(following * 3 + wire)))
 
     @rule(name=st.sampled_from(NAMES))
-    def load_snapshot(self, name: str) -> None:
-        real = self.real[name]
-        self.snapshots[name] = (real.epoch, real.next_seq, frozenset(real.held))
-        self.load_late_snapshot(name)
-
-    @precondition(lambda self: self.snapshots)
-    @rule(name=st.sampled_from(NAMES))
-    def load_late_snapshot(self, name: str) -> None:
-        """The last one again, whatever has happened since."""
-        epoch, next_seq, held = self.snapshots[name]
-        answer = self.router.load_snapshot(name, epoch, next_seq, [(0, each) for each in held])
-        twin = self.indexed.get(name)
-        if twin is None or twin.epoch != epoch:
-            assert answer is Applied.RESYNC
+    def handshake(self, name: str) -> None:
+        """Digests, then buckets, as a Mac does it when it is told to."""
+        real, twin = self.real[name], self.joined.get(name)
+        digests = [xor_of(b"".join(real.held))]
+        answer = self.router.check_digests(name, real.epoch, real.next_seq, digests)
+        if twin is None or twin.epoch != real.epoch or twin.is_lost:
+            assert answer is None
             return
-        if next_seq >= twin.next_seq:
-            twin.held, twin.next_seq, twin.is_synced = set(held), next_seq, True
-            self.started.add(name)
-            self._confirm(name, set(held))
-        assert answer is self._answer(name)
+        assert answer == (() if twin.held == real.held else (0,))
+        if answer:
+            wanted = self.router.differing_buckets(name, real.epoch, {0: bucket_digests(real.held)})
+            assert wanted is not None
+            sent = {0: (wanted[0], in_buckets(real.held, wanted[0]))}
+            loaded = self.router.load_difference(name, real.epoch, real.next_seq, sent, digests)
+            assert loaded is Applied.OK
+        twin.held, twin.next_seq = set(real.held), real.next_seq
+        twin.is_synced = twin.is_known = True
+        self._progress(name)
 
     # The requests.
 
     @rule(prompt=st.sampled_from(PROMPTS), num_tail_tokens=st.integers(0, 15), exclude=st.sets(st.sampled_from(NAMES)))
-    def route(self, prompt: tuple[int, ...], num_tail_tokens: int, exclude: set[str]) -> None:
+    def route(self, prompt: list[BlockHash], num_tail_tokens: int, exclude: set[str]) -> None:
         self.num_requests += 1
         self._route(f"r{self.num_requests}", prompt, num_tail_tokens, exclude)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), prompt=st.sampled_from(PROMPTS))
-    def route_again(self, data: st.DataObject, prompt: tuple[int, ...]) -> None:
+    def route_again(self, data: st.DataObject, prompt: list[BlockHash]) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         self._route(request_id, prompt, 1, {self.requests[request_id].mac})
 
@@ -199,15 +229,21 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.first_token(request_id)
         if request_id in self.requests:
             self.requests[request_id].has_first_token = True
-            self.requests[request_id].num_prefill_tokens = 0
 
-    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    @rule(seconds=st.sampled_from([0.5, 3.0, 40.0]))
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         expired = {key for key, each in self.requests.items() if each.expires_at_s <= self.now_s}
         assert set(self.router.expire(self.now_s)) == expired
         for request_id in expired:
             del self.requests[request_id]
+        for twin in self.joined.values():
+            if not twin.is_lost:
+                continue
+            if twin.lost_since_s is None:
+                twin.lost_since_s = self.now_s
+            elif self.now_s - twin.lost_since_s >= 60.0:
+                twin.held, twin.is_synced, twin.is_known, twin.next_seq = set(), False, False, 0
 
     # What holds at all times.
 
@@ -218,44 +254,46 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def fleet_is_as_the_twin_says(self) -> None:
         rows = {each.info.name: each for each in self.router.fleet()}
-        assert {name: row.info.epoch for name, row in rows.items()} == self.joined
+        assert {name: row.info.epoch for name, row in rows.items()} == {n: t.epoch for n, t in self.joined.items()}
         for name, row in rows.items():
             assert row.state is self._state(name)
-            assert row.load.num_requests == sum(self._runs_on(each, name) for each in self.requests.values())
-            assert row.load.num_prefill_tokens == sum(
-                each.num_prefill_tokens for each in self.requests.values() if self._runs_on(each, name)
-            )
-            assert row.load.num_decoding == sum(
-                each.has_first_token for each in self.requests.values() if self._runs_on(each, name)
-            )
+            booked = [each for each in self.requests.values() if each.mac == name]
+            assert row.load.num_requests == len(booked)
+            assert row.load.num_decoding == sum(each.has_first_token for each in booked)
+            left = [each.num_tokens - each.num_done_tokens for each in booked if not each.has_first_token]
+            assert row.load.num_prefill_tokens == sum(left)
 
     @invariant()
     def index_is_as_the_twin_says(self) -> None:
         stats = self.router.index_stats()
-        assert {each.mac: (each.epoch, each.next_seq, each.is_synced, each.num_blocks) for each in stats.macs} == {
-            name: (twin.epoch, twin.next_seq, twin.is_synced, len(twin.held)) for name, twin in self.indexed.items()
-        }
-        assert stats.num_keys == len(set().union(*(twin.held for twin in self.indexed.values())))
+        assert {
+            each.mac: (each.epoch, each.content.next_seq, each.content.is_synced, each.content.num_blocks_by_group)
+            for each in stats.macs
+        } == {name: (t.epoch, t.next_seq, t.is_synced, (len(t.held),)) for name, t in self.joined.items()}
+        assert stats.num_keys == len(set().union(*(twin.held for twin in self.joined.values())))
 
     def teardown(self) -> None:
         """After a resync the index is what the Macs really hold; when all requests are over nothing is booked."""
         for name in NAMES:
             self.recover(name)
-            assert self.indexed[name].held == self.real[name].held
+            assert self.joined[name].held == self.real[name].held
         self.index_is_as_the_twin_says()
         self.pass_time(100.0)
         assert all(row.load.num_requests == 0 for row in self.router.fleet())
-        assert self.router.index_stats().num_expected == 0
+        for prompt in PROMPTS:
+            query = RouteQuery("x", "m", ROOT, prompt, len(prompt) * 16 + 1, 10)
+            for each in self.router.what_if(query, self.now_s).candidates:
+                assert each.num_matched_tokens == each.num_held_tokens, "nothing is under way"
         self.consistent()
 
     # The twin.
 
-    def _route(self, request_id: str, prompt: tuple[int, ...], num_tail_tokens: int, exclude: set[str]) -> None:
+    def _route(self, request_id: str, hashes: list[BlockHash], num_tail_tokens: int, exclude: set[str]) -> None:
         self.requests.pop(request_id, None)
-        hashes = [HASHES[number] for number in prompt]
         num_tokens = len(hashes) * 16 + num_tail_tokens
-        query = RouteQuery(request_id, "m", ROOT, hashes, num_tokens, 10, exclude)
-        eligible = {name for name in self.joined if self._state(name) is MacState.READY} - exclude
+        query = RouteQuery(request_id, "m", ROOT, hashes, num_tokens, 10, frozenset(exclude))
+        open_states = (MacState.READY, MacState.STARTING)
+        eligible = {name for name in self.joined if self._state(name) in open_states} - exclude
         try:
             decision = self.router.route(query, self.now_s)
         except UnknownModel:
@@ -265,79 +303,93 @@ class RouterMachine(RuleBasedStateMachine):
             assert self.joined
             assert not eligible
             return
-        assert {each.mac for each in decision.candidates} == set(self.joined)
-        assert {each.mac for each in decision.candidates if not each.excluded} == eligible
-        usable = hashes[: (num_tokens - 1) // 16]
-        for each in decision.candidates:
-            assert each.num_matched_tokens == 16 * self._depth(each.mac, usable)
-        totals = {each.mac: each.total_s for each in decision.candidates if not each.excluded}
+        explained = self.router.explain(request_id)
+        assert explained.decision == decision
+        assert {each.mac for each in explained.candidates} == set(self.joined)
+        assert {each.mac for each in explained.candidates if not each.excluded} == eligible
+        for each in explained.candidates:
+            held = self._depth(each.mac, hashes)
+            assert each.num_held_tokens == min(held * 16, num_tokens - 1)
+            pending = min(self._pending_depth(each.mac, hashes), (num_tokens - 1) // 16)
+            assert each.num_matched_tokens == max(each.num_held_tokens, pending * 16)
+        totals = {each.mac: each.total_s for each in explained.candidates if not each.excluded}
         least_s = min(totals.values())
         assert totals[decision.mac] <= max(least_s * 1.05, least_s + 0.02) + 1e-9, "the least, or a tie with it"
-        num_matched = decision.num_matched_tokens // 16
-        held = self.indexed[decision.mac].held
-        self.requests[request_id] = TwinRequest(
-            decision.mac,
-            decision.epoch,
-            num_tokens - 16 * num_matched,
-            set(hashes[num_matched:]) - held,
-            set(hashes[:num_matched]) - held,
-            self.now_s + 5.0,
-        )
+        matched = decision.num_matched_tokens
+        self.requests[request_id] = TwinRequest(decision.mac, hashes, num_tokens, matched, self.now_s + 5.0)
 
     def _depth(self, name: str, hashes: list[BlockHash]) -> int:
-        present = set(self.indexed[name].held) if name in self.indexed else set()
+        held = self.joined[name].held
+        return next((depth for depth, each in enumerate(hashes) if each not in held), len(hashes))
+
+    def _pending_depth(self, name: str, hashes: list[BlockHash]) -> int:
+        depth = 0
         for each in self.requests.values():
-            if self._runs_on(each, name):
-                present |= each.own | each.shared
-        return next((depth for depth, each in enumerate(hashes) if each not in present), len(hashes))
+            if each.mac == name and each.is_pending:
+                common = [a == b for a, b in zip(each.hashes, hashes, strict=False)]
+                depth = max(depth, (*common, False).index(False))
+        return depth
+
+    def _send(self, name: str, events: list[BlockEvent], arrives: bool) -> None:
+        real = self.real[name]
+        if events:
+            real.wire.append((real.epoch, real.next_seq, events))
+            real.next_seq += 1
+            if arrives:
+                self._deliver(name, real.wire[-1])
 
     def _deliver(self, name: str, batch: Batch) -> None:
-        epoch, seq, stored, removed = batch
-        twin = self.indexed.get(name)
-        answer = self.router.apply_events(name, epoch, seq, [(0, h) for h in stored], [(0, h) for h in removed])
-        if twin is None or twin.epoch != epoch:
+        epoch, seq, events = batch
+        twin = self.joined.get(name)
+        answer = self.router.apply_events(name, epoch, seq, events)
+        if twin is None or twin.epoch != epoch or twin.is_lost:
             assert answer is Applied.RESYNC
             return
-        if twin.is_synced and seq > twin.next_seq:
-            twin.is_synced = False
-        elif twin.is_synced and seq == twin.next_seq:
-            twin.next_seq += 1
-            for each in {*stored, *removed}:
-                if (stored.count(each) - removed.count(each)) % 2:
-                    twin.held ^= {each}
-            self._confirm(name, {each for each in stored if each in twin.held})
-        assert answer is self._answer(name)
+        if seq != twin.next_seq or not twin.is_synced:
+            twin.is_synced &= seq < twin.next_seq
+            assert answer is Applied.RESYNC
+            self._progress(name)
+            return
+        twin.next_seq += 1
+        for event in events:
+            each = BlockHash(event.hashes)
+            if isinstance(event, BlocksRemoved):
+                gone = {BlockHash(event.hashes[at : at + 16]) for at in range(0, len(event.hashes), 16)}
+                twin.held -= gone
+            elif event.parent_hash is not None and event.parent_hash not in twin.held:
+                twin.is_synced = False
+                break
+            else:
+                twin.held.add(each)
+        assert answer is (Applied.OK if twin.is_synced else Applied.RESYNC)
+        self._progress(name)
 
-    def _answer(self, name: str) -> Applied:
-        return Applied.OK if self.indexed[name].is_synced else Applied.RESYNC
-
-    def _confirm(self, name: str, stored: set[BlockHash]) -> None:
+    def _progress(self, name: str) -> None:
+        """Prefills there have come as far as their blocks go on without a hole."""
+        held = self.joined[name].held
         for each in self.requests.values():
-            if self._runs_on(each, name):
-                each.num_prefill_tokens = max(0, each.num_prefill_tokens - 16 * len(each.own & stored))
-                each.own -= stored
-                each.shared -= stored
-
-    def _forget_blocks(self, name: str) -> None:
-        self.indexed.pop(name, None)
-        self.started.discard(name)
-        for each in self.requests.values():
-            if each.mac == name:
-                each.own, each.shared = set(), set()
+            if each.mac != name or each.has_first_token:
+                continue
+            depth = each.num_done_tokens // 16
+            first = depth
+            while depth < len(each.hashes) and each.hashes[depth] in held:
+                depth += 1
+            if depth > first:
+                each.num_done_tokens = min(depth * 16, each.num_tokens - 1)
+            each.is_pending &= depth < len(each.hashes)
 
     def _end_incarnation(self, name: str) -> None:
-        self._forget_blocks(name)
         self.requests = {key: each for key, each in self.requests.items() if each.mac != name}
 
-    def _runs_on(self, request: TwinRequest, name: str) -> bool:
-        return (request.mac, request.epoch) == (name, self.joined.get(name))
-
     def _state(self, name: str) -> MacState:
-        if name not in self.indexed:
+        twin = self.joined[name]
+        if twin.is_lost:
             return MacState.LOST
         if name in self.draining:
             return MacState.DRAINING
-        return MacState.READY if name in self.started else MacState.STARTING
+        if name in self.cordoned:
+            return MacState.CORDONED
+        return MacState.READY if twin.is_known else MacState.STARTING
 
 
 TestRouterMachine = RouterMachine.TestCase

@@ -1,53 +1,88 @@
-"""Learnt prefill speeds follow the Mac and shrug off outliers."""
+"""Each Mac's speeds are learnt from its steps, whatever they were taken for at first."""
+
+import random
 
 import pytest
 
-from cluster.routing.speed import PrefillSpeeds
+from cluster.routing.speed import StepCosts, StepModel, StepSample, assumed_costs
+
+FAST = StepCosts(0.02, 1 / 2_000, 1 / 2_000 / 20_000, 0.001, 1e-6)
 
 
-@pytest.fixture
-def speeds() -> PrefillSpeeds:
-    return PrefillSpeeds(1_000.0)
+def seconds_of(costs: StepCosts, num_prefill: int, context: float, num_decoding: int, decode_context: int) -> float:
+    features = (1.0, num_prefill, num_prefill * context, num_decoding, decode_context)
+    return sum(weight * feature for weight, feature in zip(costs.weights, features, strict=True))
 
 
-def test_starts_at_the_default(speeds: PrefillSpeeds) -> None:
-    assert speeds.speed("a") == 1_000.0
+def samples(costs: StepCosts, seed: int, count: int, *, outliers: float = 0.0) -> list[StepSample]:
+    """Noise of a tenth; now and then a step takes twenty times as long."""
+    chance = random.Random(seed)
+    made = []
+    for _ in range(count):
+        num_prefill = chance.choice([0, 0, 64, 512, 2_048])
+        num_decoding = chance.randint(0 if num_prefill else 1, 16)
+        shape = (num_prefill, chance.random() * 60_000, num_decoding, int(num_decoding * chance.random() * 40_000))
+        noise = (1 + chance.gauss(0, 0.1)) * (20 if chance.random() < outliers else 1)
+        made.append(StepSample(*shape, seconds_of(costs, *shape) * noise))
+    return made
 
 
-@pytest.mark.parametrize("true_speed", [150.0, 8_000.0])
-def test_finds_the_true_speed(speeds: PrefillSpeeds, true_speed: float) -> None:
-    for _ in range(30):
-        speeds.observe("a", 512, 512 / true_speed)
-    assert speeds.speed("a") == pytest.approx(true_speed, rel=0.02)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("outliers", [0.0, 0.03])
+@pytest.mark.parametrize("assumed", [50.0, 500.0, 20_000.0])
+def test_predicts_within_a_tenth_whatever_it_assumed(seed: int, outliers: float, assumed: float) -> None:
+    model = StepModel(assumed_costs(assumed))
+    for sample in samples(FAST, seed, 1_500, outliers=outliers):
+        model.observe(sample)
+    for shape in [(512, 0.0, 0, 0), (512, 30_000.0, 4, 8_000), (2_048, 1_000.0, 0, 0), (0, 0.0, 8, 80_000)]:
+        assert seconds_of(model.costs, *shape) == pytest.approx(seconds_of(FAST, *shape), rel=0.15)
 
 
-def test_one_stalled_step_moves_little(speeds: PrefillSpeeds) -> None:
-    for _ in range(20):
-        speeds.observe("a", 512, 0.512)
-    speeds.observe("a", 512, 60.0)
-    assert speeds.speed("a") >= 900.0
+def test_the_first_steps_replace_what_was_assumed_and_one_stall_does_not() -> None:
+    model = StepModel(assumed_costs(500.0))
+    model.observe(StepSample(512, 256.0, 0, 0, 60.0))
+    for _ in range(4):
+        model.observe(StepSample(512, 256.0, 0, 0, 0.128))
+    assert model.costs.prefill_tokens_per_s == pytest.approx(4_000.0, rel=0.01)
 
 
-def test_each_mac_has_its_own(speeds: PrefillSpeeds) -> None:
-    speeds.observe("a", 1_500, 1.0)
-    speeds.observe("b", 900, 1.0)
-    assert (speeds.speed("a"), speeds.speed("b")) == (1_500.0, 900.0)
-    speeds.forget("b")
-    speeds.forget("a")
-    assert speeds.speed("a") == 1_000.0
-    speeds.observe("a", 1_500, 1.0)
-    assert speeds.speed("a") == 1_500.0, "the count of observations was forgotten too"
+def test_a_mac_that_grew_hot_is_followed() -> None:
+    model = StepModel(assumed_costs(500.0))
+    slow = StepCosts(*(2 * weight for weight in FAST.weights))
+    for sample in [*samples(FAST, 1, 800), *samples(slow, 2, 800)]:
+        model.observe(sample)
+    for shape in [(512, 30_000.0, 4, 8_000), (2_048, 10_000.0, 0, 0), (0, 0.0, 8, 80_000)]:
+        assert seconds_of(model.costs, *shape) == pytest.approx(seconds_of(slow, *shape), rel=0.2)
 
 
-@pytest.mark.parametrize(("num_tokens", "seconds"), [(63, 0.01), (512, 0.0), (512, -1.0), (0, 0.0)])
-def test_ignores_what_says_nothing(speeds: PrefillSpeeds, num_tokens: int, seconds: float) -> None:
-    speeds.observe("a", num_tokens, seconds)
-    assert speeds.speed("a") == 1_000.0
+def test_what_no_step_tells_apart_stays_in_its_bounds() -> None:
+    """Hours of the same decode step say nothing of prefill, and must not let its cost run away."""
+    model = StepModel(assumed_costs(500.0))
+    for sample in samples(FAST, 3, 500):
+        model.observe(sample)
+    before = model.costs
+    chance = random.Random(4)
+    for _ in range(5_000):
+        model.observe(StepSample(0, 0.0, 4, 4_000, seconds_of(FAST, 0, 0.0, 4, 4_000) * (1 + chance.gauss(0, 0.1))))
+    assert model.costs.token_s == pytest.approx(before.token_s, rel=0.3)
+    assert model.costs.decode_step_s == pytest.approx(FAST.decode_step_s, rel=0.15)
 
 
-def test_a_mac_that_has_not_reported_is_taken_for_an_average_one(speeds: PrefillSpeeds) -> None:
-    """Else the default, far below what the others have shown, would keep it from ever getting work."""
-    for mac, true_speed in (("a", 8_000.0), ("b", 12_000.0)):
-        for _ in range(50):
-            speeds.observe(mac, 1_000, 1_000 / true_speed)
-    assert speeds.speed("new") == pytest.approx(10_000.0, rel=0.01)
+def test_no_cost_becomes_nothing() -> None:
+    model = StepModel(assumed_costs(500.0))
+    for number in range(2_000):
+        model.observe(StepSample(512, 256.0, number % 5, 0, 1.0))
+    assert min(model.costs.weights) > 0.0
+
+
+@pytest.mark.parametrize("sample", [StepSample(0, 0.0, 0, 0, 1.0), StepSample(64, 0.0, 0, 0, 0.0)])
+def test_steps_that_say_nothing_are_not_counted(sample: StepSample) -> None:
+    model = StepModel(assumed_costs(500.0))
+    model.observe(sample)
+    assert model.num_observed == 0
+    assert model.costs == assumed_costs(500.0)
+
+
+def test_the_assumed_shape_prefills_as_fast_as_it_says() -> None:
+    assert assumed_costs(500.0).prefill_tokens_per_s == pytest.approx(500.0, rel=0.02)
+    assert assumed_costs(500.0).decode_step_s == pytest.approx(0.035, rel=0.1)

@@ -7,7 +7,6 @@ import pytest
 from cluster.scheduling.errors import DuplicateRequest, QueueFull
 from cluster.scheduling.request import Finish
 from cluster.scheduling.stats import SchedulerStats
-from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of
 from tests.cluster.scheduling.fake_worker import undisturbed
 from tests.cluster.scheduling.rig import Rig, request_of, rows
 
@@ -332,70 +331,3 @@ class TestPrefixCache:
             rig.add(request_of(name, tuple(range(10)), 2))
             rig.drain()
         assert rig.scheduler.stats().num_cached_tokens == 0
-
-
-class TestRecurrentModels:
-    """A prefix is resumable only where a state was kept."""
-
-    def rig(self, **limits):
-        options = {"max_model_len": 6000, "max_num_batched_tokens": 600, "max_chunk_tokens": 500}
-        return Rig(layout=layout_of([FULL, STATE], 4000, max_model_len=6000), checked=False, **options | limits)
-
-    def test_a_turn_is_resumed_where_it_ended(self):
-        rig = self.rig()
-        prompt = tuple(range(101))
-        rig.add(request_of("a", prompt, 30))
-        rig.drain()
-        rig.add(request_of("b", (*prompt, *rig.tokens["a"], 7, 8, 9), 4))
-        assert rows(rig.schedule())[0][0] == 128
-        rig.drain()
-
-    def test_a_hinted_boundary_is_shared_from_the_second_request_on(self):
-        rig = self.rig()
-        system = tuple(range(50))
-        for name, start in (("a", 100), ("b", 200)):
-            request = replace(request_of(name, (*system, *range(start, start + 30)), 2), boundaries=(50,))
-            rig.add(request)
-            plan = rig.schedule()
-            rig.drain()
-        assert rows(plan)[0][0] == 48
-
-    def test_an_abort_with_a_state_under_way_keeps_nothing_of_it(self):
-        rig = self.rig()
-        rig.add(replace(request_of("a", tuple(range(90)), 2), boundaries=(50,)))
-        while not rig.schedule().copies:
-            rig.apply()
-        rig.abort("a")
-        while rig.results:
-            rig.apply()
-        assert rig.kv.used_bytes == 0
-        rig.add(request_of("b", tuple(range(90)), 2))
-        assert rows(rig.schedule())[0][0] == 0
-        rig.drain()
-
-    def test_a_prompt_shorter_than_a_block_waits_for_nobody(self):
-        rig = self.rig()
-        rig.add(request_of("a", tuple(range(90)), 2))
-        rig.add(request_of("b", (0, 1), 2))
-        assert len(rig.schedule().new_sequences) == 2
-        rig.drain()
-
-    def test_siblings_wait_for_the_state_where_they_part(self):
-        """As long as the first has not passed that place."""
-        rig = self.rig(max_chunk_tokens=256)
-        system = tuple(range(400))
-        for name, start in (("a", 1000), ("b", 2000), ("c", 3000)):
-            rig.add(request_of(name, (*system, *range(start, start + 300)), 2))
-        rig.drain()
-        assert rig.worker.num_run_tokens <= 400 + 3 * 302, "the shared part was computed once"
-
-    def test_a_long_prefill_keeps_states_on_the_way_while_memory_lies_idle(self):
-        rig = self.rig()
-        prompt = tuple(range(5000))
-        rig.add(request_of("a", prompt, 1))
-        for _ in range(9):
-            rig.step()
-        rig.abort("a")
-        rig.add(request_of("b", prompt, 1))
-        assert rows(rig.schedule())[0][0] >= 2048
-        rig.drain()

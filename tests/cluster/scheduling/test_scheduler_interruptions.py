@@ -8,7 +8,7 @@ from cluster.kv.hashing import BlockHash
 from cluster.scheduling.errors import ProtocolError
 from cluster.scheduling.plan import FilledBlock, Sampled, StepResult
 from cluster.scheduling.request import Finish
-from tests.cluster.kv.hybrid_machine import layout_of, window
+from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of, window
 from tests.cluster.scheduling.rig import Rig, request_of, rows
 
 
@@ -68,6 +68,16 @@ def preempting_rig(max_tokens=8, **kwargs):
         if rig.scheduler.stats().num_preemptions == 0:
             rig.apply()
     return rig
+
+
+def admissions(rig):
+    """Runs to the end; the first token and the length of every sequence that was begun, in order."""
+    begun = []
+    while rig.scheduler.has_work():
+        begun += [(new.token_ids[0], len(new.token_ids)) for new in rig.schedule().new_sequences]
+        rig.apply()
+    rig.verify()
+    return begun
 
 
 class TestPreemption:
@@ -150,6 +160,43 @@ class TestPreemption:
         assert rig.scheduler.stats().num_preemptions == 1
         rig.drain()
 
+    def test_a_state_that_a_row_in_flight_will_change_is_not_kept(self):
+        """b is preempted at a block's end, but a plan runs one token more: its state will be that of another place."""
+        rig = Rig(layout=layout_of([FULL, STATE], 9, max_model_len=64))
+        rig.add(request_of("a", (1, 2, 3), 16))
+        rig.add(request_of("b", (5, 6, 7, 8), 16))
+        rig.schedule()
+        while True:
+            num_processed = rig.scheduler._live_by_id["b"].num_processed
+            rig.schedule()
+            if rig.scheduler.stats().num_preemptions:
+                break
+            rig.apply()
+        assert (num_processed % 4, len(rig.results)) == (0, 2)
+        rig.abort("a")
+        rig.drain()
+        assert rig.finished["b"] is Finish.LENGTH
+
+    def test_it_goes_before_who_was_overtaken_by_it(self):
+        """c came first, but waits for what a computes; b was admitted meanwhile."""
+        rig = Rig(num_blocks=6, max_chunk_tokens=2, max_plans_in_flight=1)
+        rig.add(request_of("a", tuple(range(16)), 6))
+        rig.add(request_of("c", tuple(range(16)), 2))
+        rig.add(request_of("b", (50, 51), 8))
+        assert admissions(rig) == [(0, 16), (50, 2), (50, 9), (0, 16)]
+        assert rig.scheduler.stats().num_preemptions == 1
+
+    def test_it_is_charged_once(self):
+        """Of two tenants that take turns, y's first request is preempted: that costs it no turn."""
+        rig = Rig(num_blocks=4, max_plans_in_flight=1, max_num_seqs=2)
+        for name, token, max_tokens in [("x1", 1, 12), ("y1", 11, 10)]:
+            rig.add(replace(request_of(name, (token, token + 1), max_tokens), tenant=name[0]))
+        for name, token in [("x2", 21), ("y2", 31), ("x3", 41), ("y3", 51)]:
+            rig.add(replace(request_of(name, (token, token + 1), 4), tenant=name[0]))
+        rig.drain()
+        assert rig.scheduler.stats().num_preemptions == 1
+        assert list(rig.finished) == ["x1", "y1", "y2", "x2", "y3", "x3"]
+
     def test_a_chunk_takes_blocks_from_a_later_prompt(self):
         rig = Rig(num_blocks=14, max_plans_in_flight=1, max_chunk_tokens=1)
         for name, token in (("d1", 7), ("d2", 8)):
@@ -191,6 +238,16 @@ class TestWorkerLost:
         assert plan.released_seq_ids == (), "a new worker has nothing to release"
         assert [n.token_ids for n in plan.new_sequences] == [(1, 2, 3, *rig.tokens[name]) for name in "ab"]
         rig.drain()
+
+    def test_nobody_is_charged_twice(self):
+        rig = Rig(max_plans_in_flight=1, max_num_seqs=1)
+        for name, length in [("x1", 20), ("x2", 8), ("y1", 8), ("y2", 8), ("y3", 8), ("y4", 8)]:
+            prompt = (ord(name[0]), int(name[1]), *range(length - 2))
+            rig.add(replace(request_of(name, prompt, 2), tenant=name[0]))
+        rig.step()
+        rig.lose_worker()
+        rig.drain()
+        assert list(rig.finished) == ["y1", "y2", "y3", "x1", "x2", "y4"]
 
     def test_a_late_result_of_the_lost_worker_changes_nothing(self):
         rig = Rig()

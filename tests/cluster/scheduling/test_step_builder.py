@@ -65,3 +65,12 @@ def test_copies_that_it_holds_already_are_renamed():
     assert [(copy.source, copy.target) for copy in plan.copies] == [(3, 1)]
     assert kv.block_tables(2)[1] == (3,)
     kv.check()
+
+
+def test_a_state_that_there_is_no_memory_for_leaves_no_trace():
+    """The next place on the way is tried as if this one had not been."""
+    kv = ledger()
+    step = StepBuilder(kv, 1, [], [])
+    live = begin(kv, step, 1, 4)
+    step.checkpoint(live, 4, PointKind.INTERVAL)
+    assert (live.kept_at, step.checkpoints, step.finish([]).copies) == (0, [], ())

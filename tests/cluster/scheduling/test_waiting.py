@@ -197,26 +197,6 @@ def test_an_aborted_entry_costs_nothing():
     assert same(drain(queue), [kept, other])
 
 
-def test_expired_entries_leave_earliest_deadline_first():
-    late, soon, never, now = (Entry(deadline_s=d) for d in (9.0, 1.0, None, 5.0))
-    queue = queue_of(late, soon, never, now)
-    assert queue.expired(0.9) == []
-    assert same(queue.expired(5.0), [soon, now])
-    queue.check()
-    assert queue.expired(5.0) == []
-    queue.admit(late)
-    assert queue.expired(100.0) == []
-    assert same(queue, [never])
-
-
-def test_a_preempted_entry_has_met_its_deadline():
-    entry = Entry(deadline_s=1.0)
-    queue = WaitingQueue()
-    queue.push_front(entry)
-    assert queue.expired(2.0) == []
-    assert same(queue, [entry])
-
-
 def test_tenants_that_fell_behind_are_forgotten():
     queue = WaitingQueue()
     for i in range(1000):
@@ -231,7 +211,7 @@ def test_tenants_that_fell_behind_are_forgotten():
 
 
 def test_an_abort_leaves_nothing_behind():
-    queue = queue_of(*(Entry(priority=i, deadline_s=1.0) for i in range(50)))
+    queue = queue_of(*(Entry(priority=i) for i in range(50)))
     for entry in list(queue):
         queue.remove(entry)
     queue.check()

@@ -17,7 +17,6 @@ class Entry:
     weight: float = 1.0
     priority: int = 0
     arrival_s: float = 0.0
-    deadline_s: float | None = None
     cost_tokens: int = 100
 
 
@@ -92,13 +91,6 @@ class NaiveQueue:
         account[0] += num_tokens / account[1]
         self.forget()
 
-    def expired(self, now_s):
-        timed = [w for w in self.waiting if not w[2] and w[0].deadline_s is not None and w[0].deadline_s <= now_s]
-        entries = [w[0] for w in sorted(timed, key=lambda w: (w[0].deadline_s, w[1]))]
-        for entry in entries:
-            self.remove(entry)
-        return entries
-
     def candidates(self):
         entries = []
         for priority in sorted(self.tiers(), reverse=True):
@@ -130,7 +122,6 @@ class WaitingMachine(RuleBasedStateMachine):
             weight=st.sampled_from([0.5, 1.0, 3.0]),
             priority=st.integers(0, 1),
             arrival_s=st.integers(0, 9).map(float),
-            deadline_s=st.none() | st.integers(0, 9).map(float),
             cost_tokens=st.integers(0, 9),
         )
     )
@@ -172,10 +163,6 @@ class WaitingMachine(RuleBasedStateMachine):
     def charge(self, tenant, num_tokens, priority, weight):
         self.queue.charge(tenant, num_tokens, priority=priority, weight=weight)
         self.naive.charge(tenant, num_tokens, priority, weight)
-
-    @rule(now_s=st.integers(0, 9).map(float))
-    def expire(self, now_s):
-        assert same(self.queue.expired(now_s), self.naive.expired(now_s))
 
     @invariant()
     def twins_agree(self):

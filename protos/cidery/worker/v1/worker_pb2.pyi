@@ -12,20 +12,42 @@ class LayerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LAYER_KIND_UNSPECIFIED: _ClassVar[LayerKind]
     LAYER_KIND_FULL_ATTENTION: _ClassVar[LayerKind]
+    LAYER_KIND_SLIDING_WINDOW: _ClassVar[LayerKind]
+    LAYER_KIND_CHUNKED_LOCAL: _ClassVar[LayerKind]
+    LAYER_KIND_LATENT_ATTENTION: _ClassVar[LayerKind]
+    LAYER_KIND_RECURRENT_STATE: _ClassVar[LayerKind]
 LAYER_KIND_UNSPECIFIED: LayerKind
 LAYER_KIND_FULL_ATTENTION: LayerKind
+LAYER_KIND_SLIDING_WINDOW: LayerKind
+LAYER_KIND_CHUNKED_LOCAL: LayerKind
+LAYER_KIND_LATENT_ATTENTION: LayerKind
+LAYER_KIND_RECURRENT_STATE: LayerKind
+
+class StateTensor(_message.Message):
+    __slots__ = ("shape", "dtype_bytes")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype_bytes: int
+    def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype_bytes: _Optional[int] = ...) -> None: ...
 
 class Layer(_message.Message):
-    __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype")
+    __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype", "value_head_dim", "num_window_tokens", "states")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    NUM_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     kind: LayerKind
     num_kv_heads: int
     head_dim: int
     dtype: str
-    def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    value_head_dim: int
+    num_window_tokens: int
+    states: _containers.RepeatedCompositeFieldContainer[StateTensor]
+    def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., value_head_dim: _Optional[int] = ..., num_window_tokens: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("layers", "vocab_size", "max_model_len", "eos_token_ids", "weights_bytes", "memory_limit_bytes", "device", "kernels", "pid", "is_gpu")
@@ -59,15 +81,25 @@ class ManagerMessage(_message.Message):
     plan: StepPlan
     def __init__(self, configure: _Optional[_Union[Configure, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ...) -> None: ...
 
+class Group(_message.Message):
+    __slots__ = ("pool", "layers")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    pool: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pool: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Configure(_message.Message):
-    __slots__ = ("block_size", "num_blocks", "root_hash")
+    __slots__ = ("block_size", "num_blocks", "root_hash", "groups")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ROOT_HASH_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
-    num_blocks: int
+    num_blocks: _containers.RepeatedScalarFieldContainer[int]
     root_hash: bytes
-    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., root_hash: _Optional[bytes] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[Group]
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., root_hash: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
     __slots__ = ("group", "block_ids")
@@ -119,6 +151,23 @@ class TableEdit(_message.Message):
     block_id: int
     def __init__(self, seq_id: _Optional[int] = ..., group: _Optional[int] = ..., index: _Optional[int] = ..., block_id: _Optional[int] = ...) -> None: ...
 
+class PoolResize(_message.Message):
+    __slots__ = ("pool", "num_blocks", "moves")
+    class Move(_message.Message):
+        __slots__ = ("source", "target")
+        SOURCE_FIELD_NUMBER: _ClassVar[int]
+        TARGET_FIELD_NUMBER: _ClassVar[int]
+        source: int
+        target: int
+        def __init__(self, source: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    pool: int
+    num_blocks: int
+    moves: _containers.RepeatedCompositeFieldContainer[PoolResize.Move]
+    def __init__(self, pool: _Optional[int] = ..., num_blocks: _Optional[int] = ..., moves: _Optional[_Iterable[_Union[PoolResize.Move, _Mapping]]] = ...) -> None: ...
+
 class BlockCopy(_message.Message):
     __slots__ = ("group", "source", "target")
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -130,7 +179,7 @@ class BlockCopy(_message.Message):
     def __init__(self, group: _Optional[int] = ..., source: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "released_seq_ids", "new_sequences", "copies", "zeroes", "slices", "edits")
+    __slots__ = ("step_id", "released_seq_ids", "new_sequences", "copies", "zeroes", "slices", "edits", "resizes")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +187,7 @@ class StepPlan(_message.Message):
     ZEROES_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     EDITS_FIELD_NUMBER: _ClassVar[int]
+    RESIZES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     released_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -145,7 +195,8 @@ class StepPlan(_message.Message):
     zeroes: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     slices: _containers.RepeatedCompositeFieldContainer[Slice]
     edits: _containers.RepeatedCompositeFieldContainer[TableEdit]
-    def __init__(self, step_id: _Optional[int] = ..., released_seq_ids: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., zeroes: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., edits: _Optional[_Iterable[_Union[TableEdit, _Mapping]]] = ...) -> None: ...
+    resizes: _containers.RepeatedCompositeFieldContainer[PoolResize]
+    def __init__(self, step_id: _Optional[int] = ..., released_seq_ids: _Optional[_Iterable[int]] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., zeroes: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., edits: _Optional[_Iterable[_Union[TableEdit, _Mapping]]] = ..., resizes: _Optional[_Iterable[_Union[PoolResize, _Mapping]]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("description", "configured", "result", "failure")

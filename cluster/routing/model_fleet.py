@@ -1,0 +1,413 @@
+"""The Macs that serve one model: who is there, what they hold, what they have booked, how fast they are.
+
+All of it is by slot, in lists that a decision reads as they are; nothing is made for each Mac at each decision. A Mac
+keeps its slot from joining to leaving; slots of Macs that left are used again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.kv.layout import KVGroup
+from cluster.routing.config import RoutingConfig
+from cluster.routing.decision import Decision, RouteQuery, Trace
+from cluster.routing.drift import DriftBook
+from cluster.routing.hot_set import HotSets
+from cluster.routing.index import Match, PrefixIndex
+from cluster.routing.load import Booking, LoadBook
+from cluster.routing.mac import MacInfo, MacState, MacStatus
+from cluster.routing.match import Depths
+from cluster.routing.policy import WORK_HALF_LIFE_S, Policy, View
+from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of, terms_of
+from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs
+
+# Weight of one answer's length in the usual one.
+_OUTPUT_GAIN = 0.02
+
+
+@dataclass(slots=True)
+class Member:
+    """One Mac in its slot."""
+
+    info: MacInfo
+    slot: int
+    speed: StepModel
+    drift: DriftBook
+    is_lost: bool = False
+    # When the router first looked at its clock after the loss.
+    lost_since_s: float | None = None
+    is_draining: bool = False
+    is_cordoned: bool = False
+    note: str = ""
+    # Requests that it runs beyond those booked here: a restarted router doesn't know its bookings.
+    num_foreign: int = 0
+
+    def state(self, index: PrefixIndex) -> MacState:
+        """See MacState."""
+        if self.is_lost:
+            return MacState.LOST
+        if self.is_draining:
+            return MacState.DRAINING
+        if self.is_cordoned:
+            return MacState.CORDONED
+        return MacState.READY if index.is_known(self.slot) else MacState.STARTING
+
+
+class ModelFleet:
+    """One model's Macs. `open_mask` has the bits of those that take requests."""
+
+    def __init__(self, info: MacInfo, config: RoutingConfig, policy: Policy) -> None:
+        self.model = info.model
+        self.block_size = info.block_size
+        self.groups = info.groups
+        self.root_hash = info.root_hash
+        self.members: dict[str, Member] = {}
+        self.index = PrefixIndex(info.groups, info.block_size)
+        self.loads = LoadBook()
+        self.hot = HotSets(config.hot_horizon_s)
+        self.open_mask = 0
+        self.num_output_tokens = float(config.expected_output_tokens)
+        self._config = config
+        self._policy = policy
+        self._by_slot: list[Member | None] = []
+        self._names: tuple[str, ...] = ()
+        self._standings: list[Standing] = []
+        self._stale: set[int] = set()
+        self._open_slots: tuple[int, ...] = ()
+        self._least_max_model_len = 0
+        self._recent_work_s: list[float] = []
+        self._worked_at_s: list[float] = []
+        self._last_booking: list[int] = []
+        self._num_bookings = 0
+        self._has_unobserved = True
+        self._sessions: dict[str, int] = {}
+        self._kinds = tuple((group.group_id, kind_of(group)) for group in info.groups)
+
+    # Membership.
+
+    def add(self, info: MacInfo) -> Member:
+        """A Mac that is not there yet, in a slot of its own."""
+        if None in self._by_slot:
+            slot = self._by_slot.index(None)
+        else:
+            slot = len(self._by_slot)
+            self._by_slot.append(None)
+            self.loads.add_slot()
+            self.hot.add_slot()
+            self._standings.append(_NOBODY)
+            for values in (self._recent_work_s, self._worked_at_s):
+                values.append(0.0)
+            self._last_booking.append(0)
+        member = Member(info, slot, StepModel(self._assumed_costs()), DriftBook())
+        self.members[info.name] = self._by_slot[slot] = member
+        self._recent_work_s[slot] = self._worked_at_s[slot] = 0.0
+        self._last_booking[slot] = 0
+        self._has_unobserved = True
+        self.index.open(slot)
+        self.refresh()
+        return member
+
+    def remove(self, name: str) -> tuple[Booking, ...]:
+        """Free all that is known of a Mac; returns the bookings that it had."""
+        member = self.members.pop(name)
+        dropped = self.end_incarnation(member)
+        self.index.close(member.slot)
+        self._by_slot[member.slot] = None
+        self._sessions = {session: slot for session, slot in self._sessions.items() if slot != member.slot}
+        self.refresh()
+        return dropped
+
+    def end_incarnation(self, member: Member) -> tuple[Booking, ...]:
+        """Its blocks are gone and so is what it ran; returns its bookings. Of the next nothing is known."""
+        dropped = self.loads.drop(member.slot)
+        self.hot.clear(member.slot)
+        self.index.open(member.slot)
+        member.num_foreign = 0
+        self.touch(member.slot)
+        return dropped
+
+    def refresh(self) -> None:
+        """To be called when a Mac came, went, or changed its state."""
+        self._names = tuple("" if each is None else each.info.name for each in self._by_slot)
+        self.open_mask = 0
+        for member in self.members.values():
+            if member.state(self.index) in (MacState.READY, MacState.STARTING):
+                self.open_mask |= 1 << member.slot
+            self._stale.add(member.slot)
+        self._open_slots = tuple(slot for slot in range(len(self._by_slot)) if self.open_mask >> slot & 1)
+        self._least_max_model_len = min((each.info.max_model_len for each in self.members.values()), default=0)
+
+    def at(self, slot: int) -> Member:
+        """The Mac in a slot that is not free."""
+        member = self._by_slot[slot]
+        assert member is not None, f"slot {slot} is free"
+        return member
+
+    def touch(self, slot: int) -> None:
+        """Something that its standing is made of has changed."""
+        self._stale.add(slot)
+
+    def observe(self, member: Member, samples: Sequence[StepSample]) -> None:
+        """Steps that the Mac has run."""
+        if not samples:
+            return
+        if not member.speed.num_observed:
+            member.speed = StepModel(self._assumed_costs())
+        for index, sample in enumerate(samples):
+            # Steps of one report that only decode are all alike: one tells as much as all of them.
+            if sample.num_prefill_tokens or index == len(samples) - 1:
+                member.speed.observe(sample)
+        self._stale.add(member.slot)
+        if self._has_unobserved:
+            unobserved = [each.slot for each in self.members.values() if not each.speed.num_observed]
+            self._stale.update(unobserved)
+            self._has_unobserved = bool(unobserved)
+
+    def status(self, member: Member) -> MacStatus:
+        """One row of the fleet."""
+        return MacStatus(
+            info=member.info,
+            state=member.state(self.index),
+            load=self.loads.load(member.slot),
+            prefill_tokens_per_s=member.speed.costs.prefill_tokens_per_s,
+            decode_step_s=member.speed.costs.decode_step_s,
+            hot_tokens=self.hot.num_blocks[member.slot] * self.block_size,
+            drift=member.drift.counts(),
+            note=member.note,
+        )
+
+    # Decisions.
+
+    def decide(self, query: RouteQuery, now_s: float) -> Trace:
+        """Choose; changes nothing. `decision` is None if every Mac is excluded."""
+        self._bring_up_to_date(now_s)
+        open_slots, closed = self._eligible(query)
+        match = self.index.match(query.block_hashes, query.num_tokens, -1)
+        num_slots = len(self._by_slot)
+        num_held = _by_slot(match.resumable, num_slots)
+        num_matched: Sequence[int] = num_held
+        if self._policy.counts_pending and self.loads.pending:
+            num_matched = self._with_pending(num_held, match, query)
+        view = View(
+            open_slots=open_slots,
+            standings=self._standings.copy(),
+            num_held=num_held,
+            num_matched=num_matched,
+            num_tokens=query.num_tokens,
+            num_output=min(query.max_tokens, self.num_output_tokens),
+            block_size=self.block_size,
+            recent_work_s=self._recent_work_s,
+            last_booking=self._last_booking,
+            hint=self._sessions.get(query.session, -1) if query.session else -1,
+        )
+        soonest_s = None
+        if query.deadline_s is not None and open_slots:
+            view, closed, soonest_s = self._in_time(view, closed, query.deadline_s)
+        if not view.open_slots:
+            return Trace(view, match, self._names, closed, self._kinds, self._config.policy, 0.0, soonest_s)
+        slot = self._policy.choose(view)
+        member = self.at(slot)
+        decision = Decision(
+            request_id=query.request_id,
+            mac=member.info.name,
+            epoch=member.info.epoch,
+            address=member.info.address,
+            num_tokens=query.num_tokens,
+            num_matched_tokens=num_matched[slot],
+            decided_at_s=now_s,
+        )
+        row_s = member.speed.costs.row_s + member.speed.costs.row_context_s * query.num_tokens
+        cost_s = prefill_s(view.standings[slot], num_matched[slot], query.num_tokens) + view.num_output * row_s
+        policy = self._config.policy
+        return Trace(view, match, self._names, closed, self._kinds, policy, cost_s, decision=decision)
+
+    def book(self, query: RouteQuery, trace: Trace, now_s: float) -> None:
+        """Count a decision's request on its Mac from now on."""
+        assert trace.decision is not None
+        member = self.members[trace.decision.mac]
+        slot, num_matched = member.slot, trace.decision.num_matched_tokens
+        # Without a prefix cache nothing of it can be shared, or is ever announced.
+        hashes = query.block_hashes if member.info.is_caching else ()
+        self.loads.book(
+            Booking(
+                query.request_id,
+                slot,
+                hashes,
+                query.num_tokens,
+                num_matched,
+                now_s + self._config.lease_s,
+                is_prediction=self.index.is_synced(slot),
+            )
+        )
+        self.hot.touch(slot, hashes, num_matched // self.block_size, now_s)
+        self.hot.expire(slot, now_s)
+        self._num_bookings += 1
+        self._last_booking[slot] = self._num_bookings
+        standing = self._standings[slot]
+        work_s = prefill_s(standing, num_matched, query.num_tokens) + trace.view.num_output * (
+            standing.row_s + standing.row_context_s * query.num_tokens
+        )
+        faded = 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S)
+        self._recent_work_s[slot] = self._recent_work_s[slot] * faded + work_s
+        self._worked_at_s[slot] = now_s
+        self._stale.add(slot)
+        if query.session:
+            # The newest last, so that the oldest can be forgotten.
+            self._sessions.pop(query.session, None)
+            self._sessions[query.session] = slot
+            if len(self._sessions) > _MAX_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+
+    def observe_output(self, num_tokens: int) -> None:
+        """An answer has ended with so many tokens."""
+        self.num_output_tokens += _OUTPUT_GAIN * (num_tokens - self.num_output_tokens)
+
+    def check(self) -> None:
+        """Raises AssertionError unless slots, states and books fit together."""
+        self.index.check()
+        self.loads.check()
+        self.hot.check()
+        for name, member in self.members.items():
+            assert member.info.name == name
+            assert self._by_slot[member.slot] is member
+            assert self.index.is_open(member.slot)
+            is_open = member.state(self.index) in (MacState.READY, MacState.STARTING)
+            assert is_open == bool(self.open_mask >> member.slot & 1), f"{name} is filed as another state"
+        assert sum(each is not None for each in self._by_slot) == len(self.members)
+        assert len(self._sessions) <= _MAX_SESSIONS
+
+    def _assumed_costs(self) -> StepCosts:
+        """A Mac that has not reported is taken for an average one, so that it gets its first work."""
+        known = [each.speed.costs for each in self.members.values() if each.speed.num_observed]
+        if not known:
+            return assumed_costs(self._config.default_prefill_tokens_per_s)
+        return StepCosts(
+            *(sum(values) / len(known) for values in zip(*(costs.weights for costs in known), strict=True))
+        )
+
+    def _bring_up_to_date(self, now_s: float) -> None:
+        assumed = None
+        for slot in self._stale:
+            member = self._by_slot[slot]
+            if member is None:
+                self._standings[slot] = _NOBODY
+                continue
+            loads, costs = self.loads, member.speed.costs
+            if not member.speed.num_observed:
+                assumed = costs = assumed or self._assumed_costs()
+            self._standings[slot] = standing_of(
+                costs,
+                MacBounds(
+                    member.info.max_num_seqs,
+                    member.info.max_num_batched_tokens,
+                    member.info.max_chunk_tokens,
+                    max(1, member.info.token_capacity),
+                ),
+                self._config,
+                num_prefilling=loads.num_prefilling[slot],
+                num_prefill_tokens=loads.num_prefill_tokens[slot],
+                prefill_work=loads.prefill_work[slot],
+                longest=loads.longest(slot),
+                num_decoding=loads.num_decoding[slot] + member.num_foreign,
+                decode_context_tokens=loads.decode_context_tokens[slot],
+                hot_tokens=self.hot.num_blocks[slot] * self.block_size,
+                num_output_tokens=self.num_output_tokens,
+                recent_work_s=self._recent_work_s[slot] * 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S),
+            )
+        self._stale.clear()
+
+    def _eligible(self, query: RouteQuery) -> tuple[Sequence[int], dict[int, str]]:
+        """Slots that may be chosen, and why the others may not."""
+        if (
+            len(self._open_slots) == len(self.members)
+            and not query.exclude
+            and query.num_tokens < self._least_max_model_len
+            and query.root_hash == self.root_hash
+        ):
+            return self._open_slots, {}
+        closed = {member.slot: reason for member in self.members.values() if (reason := self._why_not(member, query))}
+        return tuple(slot for slot in self._open_slots if slot not in closed), closed
+
+    def _why_not(self, member: Member, query: RouteQuery) -> str:
+        info, state = member.info, member.state(self.index)
+        if state in _CLOSED:
+            return _CLOSED[state] + (f": {member.note}" if member.note else "")
+        if info.name in query.exclude:
+            return "excluded by the request"
+        if info.root_hash != query.root_hash:
+            return f"its root hash is {info.root_hash.hex()}, the request's {query.root_hash.hex()}"
+        if query.num_tokens >= info.max_model_len:
+            return f"a prompt of {query.num_tokens} tokens leaves no room in its context of {info.max_model_len}"
+        return ""
+
+    def _in_time(
+        self, view: View, closed: dict[int, str], deadline_s: float
+    ) -> tuple[View, dict[int, str], float | None]:
+        """Only Macs that are predicted to give the first token in time; if there are none, how soon the soonest would.
+
+        A Mac whose speed is not known is believed to be fast enough: else it might never be asked, and never learnt.
+        """
+        first_s = {}
+        for slot in view.open_slots:
+            if self.at(slot).speed.num_observed < NUM_SCALING:
+                first_s[slot] = 0.0
+                continue
+            depths = view.num_held[slot], view.num_matched[slot]
+            first_s[slot] = terms_of(view.standings[slot], *depths, view.num_tokens, view.num_output).first_token_s
+        late = {
+            slot: f"its first token would take {seconds:.1f} s, the deadline is {deadline_s:.1f} s"
+            for slot, seconds in first_s.items()
+            if seconds > _DEADLINE_SLACK * deadline_s
+        }
+        open_slots = tuple(slot for slot in view.open_slots if slot not in late)
+        return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
+
+    def _with_pending(self, num_held: Sequence[int], match: Match, query: RouteQuery) -> Sequence[int]:
+        """What prompts under way will have computed too; of a whole prompt, its last token still runs.
+
+        The same list if that is nowhere more than what is held.
+        """
+        size, most = self.block_size, (query.num_tokens - 1) // self.block_size * self.block_size
+        num_matched = None
+        for mask, depth in self.loads.pending.match(query.block_hashes, -1):
+            num_tokens = min(depth * size, most)
+            for held_mask, held_tokens in match.resumable:
+                if held_tokens >= num_tokens:
+                    mask &= ~held_mask
+            if mask and num_matched is None:
+                num_matched = list(num_held)
+            while mask and num_matched is not None:
+                lowest = mask & -mask
+                num_matched[lowest.bit_length() - 1] = num_tokens
+                mask ^= lowest
+        return num_held if num_matched is None else num_matched
+
+
+_MAX_SESSIONS = 16_384
+# Predictions are no better than this: what might just be met is tried.
+_DEADLINE_SLACK = 1.25
+_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 14, 0, 0, 0, 0, 1)
+_CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
+
+
+def kind_of(group: KVGroup) -> str:
+    """A group's kind, for people."""
+    return type(group.spec).__name__.removesuffix("Spec")
+
+
+def _by_slot(depths: Depths, num_slots: int) -> list[int]:
+    """Depths of all slots, 0 where there is none. The commonest depth is filled in at once."""
+    every = (1 << num_slots) - 1
+    rest = every
+    for mask, _ in depths:
+        rest &= ~mask
+    sets = [*depths, (rest, 0)]
+    common_mask, common = max(sets, key=lambda each: each[0].bit_count())
+    values = [common] * num_slots
+    for mask, depth in sets:
+        if mask is common_mask:
+            continue
+        while mask:
+            lowest = mask & -mask
+            values[lowest.bit_length() - 1] = depth
+            mask ^= lowest
+    return values

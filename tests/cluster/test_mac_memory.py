@@ -1,0 +1,80 @@
+"""What a worker describes becomes what the planner plans with."""
+
+import pytest
+
+from cluster.config import KVConfig
+from cluster.kv.spec import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVFormat,
+    MLASpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    StateTensor,
+)
+from cluster.mac_memory import CPU_KV_BYTES, kv_budget_bytes, kv_format, layer_specs
+from protos.cidery.worker.v1 import worker_pb2 as pb
+
+_HEADS = {"num_kv_heads": 2, "head_dim": 8, "value_head_dim": 8, "dtype": "bfloat16"}
+_BITS16 = KVFormat(16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "spec"),
+    [
+        (pb.Layer(kind=pb.LAYER_KIND_FULL_ATTENTION, **_HEADS), FullAttentionSpec(2, 8, _BITS16)),
+        (
+            pb.Layer(kind=pb.LAYER_KIND_FULL_ATTENTION, **_HEADS | {"value_head_dim": 4, "dtype": "float32"}),
+            FullAttentionSpec(2, 8, KVFormat(32), 4),
+        ),
+        (
+            pb.Layer(kind=pb.LAYER_KIND_SLIDING_WINDOW, num_window_tokens=22, **_HEADS),
+            SlidingWindowSpec(2, 8, 22, _BITS16),
+        ),
+        (
+            pb.Layer(kind=pb.LAYER_KIND_CHUNKED_LOCAL, num_window_tokens=24, **_HEADS),
+            ChunkedLocalSpec(2, 8, 24, _BITS16),
+        ),
+        (
+            pb.Layer(
+                kind=pb.LAYER_KIND_LATENT_ATTENTION, num_kv_heads=1, head_dim=16, value_head_dim=4, dtype="float16"
+            ),
+            MLASpec(16, 4, _BITS16),
+        ),
+        # Keys alone.
+        (
+            pb.Layer(kind=pb.LAYER_KIND_LATENT_ATTENTION, num_kv_heads=1, head_dim=8, dtype="float16"),
+            MLASpec(8, 0, _BITS16),
+        ),
+        (
+            pb.Layer(
+                kind=pb.LAYER_KIND_RECURRENT_STATE,
+                states=[pb.StateTensor(shape=[3, 5], dtype_bytes=2), pb.StateTensor(shape=[2], dtype_bytes=4)],
+            ),
+            RecurrentStateSpec("recurrent_state", (StateTensor((3, 5), 2), StateTensor((2,), 4))),
+        ),
+    ],
+)
+def test_every_kind_of_cache_is_planned_as_it_is_kept(layer, spec):
+    assert layer_specs(pb.Description(layers=[layer])) == [spec]
+
+
+def test_a_kind_of_a_newer_worker_is_refused():
+    with pytest.raises(ValueError, match="kind 0, which this version does not know"):
+        layer_specs(pb.Description(layers=[pb.Layer(**_HEADS)]))
+
+
+def test_format_names_the_types_that_are_stored():
+    layers = [pb.Layer(**_HEADS), pb.Layer(**_HEADS | {"dtype": "float32"}), pb.Layer(states=[])]
+    assert kv_format(pb.Description(layers=layers)) == "bfloat16+float32"
+    assert kv_format(pb.Description(layers=[pb.Layer()])) == "states"
+
+
+def test_budget_is_what_is_told_or_what_the_machine_has_left():
+    described = pb.Description(memory_limit_bytes=10 << 30, weights_bytes=4 << 30, is_gpu=True)
+    assert kv_budget_bytes(described, KVConfig(cache_memory_bytes=5 << 30)) == 5 << 30
+    with pytest.raises(ValueError, match=f"beside the weights {6 << 30} are left"):
+        kv_budget_bytes(described, KVConfig(cache_memory_bytes=7 << 30))
+    assert 4 << 30 < kv_budget_bytes(described, KVConfig()) < 6 << 30
+    described.is_gpu = False
+    assert kv_budget_bytes(described, KVConfig()) == CPU_KV_BYTES

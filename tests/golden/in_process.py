@@ -1,0 +1,136 @@
+"""The product's scheduler and KV manager on the product's engine, in one process: a Mac without sockets."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from mlx.nn.layers.base import Module
+
+from cluster import wire
+from cluster.kv.hashing import hash_blocks, root_hash
+from cluster.kv.manager import KVCacheManager
+from cluster.kv.planner import plan_layout
+from cluster.mac_memory import kv_format, layer_specs
+from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.plan import StepPlan, StepResult
+from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs
+from cluster.scheduling.scheduler import Scheduler
+from worker import models
+from worker.engine import Engine
+from worker.metal.dispatch import Kernels, twin_kernels
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 256
+
+
+@dataclass
+class Answer:
+    """What came of a request."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    num_cached_tokens: int | None = None
+
+
+class InProcessMac:
+    """Plans run one ahead of results, as on a Mac."""
+
+    def __init__(
+        self,
+        model: Module,
+        config: dict,
+        *,
+        kv_budget_bytes: int = 1 << 24,
+        max_num_batched_tokens: int = 64,
+        max_chunk_tokens: int = 24,
+        max_num_seqs: int = 16,
+        max_plans_in_flight: int = 2,
+        max_model_len: int = MAX_MODEL_LEN,
+        kernels: Kernels | None = None,
+    ) -> None:
+        kernels = kernels or twin_kernels()
+        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30)
+        described = self.engine.describe()
+        self.layout = plan_layout(
+            layer_specs(described),
+            kv_budget_bytes=kv_budget_bytes,
+            max_model_len=max_model_len,
+            block_size=BLOCK_SIZE,
+            max_in_flight_tokens=max_plans_in_flight * max_num_batched_tokens,
+        )
+        self.root = root_hash(model="m", tokenizer="t", kv_format=kv_format(described), block_size=BLOCK_SIZE)
+        self.engine.configure(wire.layout_to_proto(self.layout, self.root))
+        self.kv = KVCacheManager(self.layout)
+        self.scheduler = Scheduler(
+            self.kv,
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_chunk_tokens=max_chunk_tokens,
+                max_model_len=max_model_len,
+                max_plans_in_flight=max_plans_in_flight,
+            ),
+        )
+        self.answers: dict[str, Answer] = {}
+        self.results: deque[StepResult] = deque()
+        self.max_plans_in_flight = max_plans_in_flight
+        self.now_s = 0.0
+        self.num_resizes = 0
+        self.num_copies = 0
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, **sampling) -> Answer:
+        request = Request(
+            request_id=request_id,
+            token_ids=tuple(prompt),
+            num_prompt_tokens=len(prompt),
+            block_hashes=tuple(hash_blocks(self.root, prompt, BLOCK_SIZE)),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
+            stop_token_ids=(),
+        )
+        self.answers[request_id] = Answer(request)
+        self.scheduler.add(request, self.now_s)
+        return self.answers[request_id]
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def preempt(self, request_id: str) -> None:
+        """As if others needed its blocks: it computes again what is not cached."""
+        live = self.scheduler._live_by_id[request_id]
+        if live.is_running:
+            self.scheduler._preempt(live)
+
+    def step(self) -> bool:
+        """Plan and run one step, and take in the oldest result; False if there was nothing to do."""
+        self.now_s += 0.1
+        plan = self.scheduler.schedule(self.now_s)
+        if plan is not None:
+            self.results.append(self.execute(plan))
+        if not self.results:
+            return False
+        if plan is None or len(self.results) == self.max_plans_in_flight:
+            self.apply()
+        return True
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_resizes += len(plan.resizes)
+        self.num_copies += len(plan.copies)
+        message = type(wire.plan_to_proto(plan)).FromString(wire.plan_to_proto(plan).SerializeToString())
+        return wire.result_from_proto(self.engine.execute(message.plan))
+
+    def apply(self) -> None:
+        for update in self.scheduler.apply(self.results.popleft()):
+            answer = self.answers[update.request_id]
+            answer.tokens += update.token_ids
+            answer.logprobs += update.logprobs
+            answer.finish = update.finish or answer.finish
+            answer.num_cached_tokens = update.num_cached_tokens
+        self.kv.take_events()
+
+    def run(self) -> None:
+        while self.step():
+            pass
+        assert not self.scheduler.has_work()
+        self.scheduler.check()

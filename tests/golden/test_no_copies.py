@@ -1,0 +1,67 @@
+"""No step copies a pool, whatever kinds of layers a model has."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.golden import scenario
+from tests.golden.cases import config_of, make_model
+from tests.golden.in_process import InProcessMac
+from tests.worker.families import VOCAB_SIZE
+
+
+@pytest.fixture(autouse=True)
+def _no_compile():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+class WatchedMac(InProcessMac):
+    """Notes where the pools lie, and how much more memory than before each step took."""
+
+    is_watching = False
+
+    def execute(self, plan):
+        if not self.is_watching:
+            return super().execute(plan)
+        before, _ = mx.get_active_memory(), mx.reset_peak_memory()
+        result = super().execute(plan)
+        assert mx.get_peak_memory() - before < min(self.pool_bytes())
+        assert self.pointers() == self.first_pointers
+        return result
+
+    def arrays(self):
+        return self.engine._tensors._arrays
+
+    def pool_bytes(self):
+        return [array.nbytes for array in self.arrays()._arrays.values()]
+
+    def pointers(self):
+        # The buffer protocol hands out MLX's own memory; the view is gone before the next step.
+        return [np.asarray(memoryview(array)).ctypes.data for array in self.arrays()._arrays.values()]
+
+    def watch(self):
+        """From here on, with all memory committed, so that no pool has a reason to grow."""
+        for pool, num_blocks in enumerate(self.arrays().num_blocks):
+            self.arrays().reserve(pool, num_blocks - 1)
+        self.first_pointers = self.pointers()
+        self.is_watching = True
+
+
+_MORE = ("llama4", "deepseek_v32", "rwkv7", "falcon_h1")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["gemma3_text", "deepseek_v3", "qwen3_next", *(pytest.param(case, marks=pytest.mark.matrix) for case in _MORE)],
+)
+def test_pools_stay_where_they_are_and_no_step_needs_another_one(case):
+    """Prefill, decode, joins, prefix hits with copies, states kept on the way, a preemption, an abort."""
+    model = make_model(case)
+    prompts = scenario.prompts_of(VOCAB_SIZE)
+    mac = WatchedMac(model, config_of(case), kv_budget_bytes=1 << 28)
+    mac.watch()
+    scenario.run(mac, prompts, scenario.follow_ups(prompts, VOCAB_SIZE))
+    assert mac.num_copies > 0
+    assert mac.num_resizes == 0

@@ -1,0 +1,40 @@
+"""Small questions to mlx-lm's modules."""
+
+import inspect
+from collections.abc import Iterator
+
+from mlx.nn.layers.base import Module
+
+_PREFIX = "mlx_lm.models."
+
+
+def family_of(model: Module) -> str:
+    """The module of mlx_lm.models that defines it."""
+    return type(model).__module__.removeprefix(_PREFIX)
+
+
+def qualified_name(cls: type) -> str:
+    """Module and class, `llama.Attention`."""
+    return f"{cls.__module__.removeprefix(_PREFIX)}.{cls.__name__}"
+
+
+def takes_cache(cls: type) -> bool:
+    """Whether it is a class of mlx-lm whose call has a parameter `cache`."""
+    return cls.__module__.startswith(_PREFIX) and "cache" in inspect.signature(cls.__call__).parameters
+
+
+def children_of(module: Module) -> Iterator[Module]:
+    """Direct submodules, those in lists too."""
+    for value in module.values():
+        yield from _modules_in(value)
+
+
+def _modules_in(value: object) -> Iterator[Module]:
+    if isinstance(value, Module):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _modules_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _modules_in(item)
