@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.cli_types import Bytes
-from cluster.kv.policies import POLICIES
-from cluster.routing.config import RoutingConfig
+from cluster.kv.policies import POLICIES as RETENTIONS
+from cluster.routing.config import POLICIES, RoutingConfig
 from cluster.simulation import arrivals, plots, report
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.errors import SimulationError
@@ -49,6 +50,7 @@ Examples:
   cidery simulate conversation_trace.jsonl.gz --macs 16 --rate 0.6
   cidery simulate requests.jsonl --fleet fleet.json --json
   cidery simulate requests.jsonl --macs 4 --fail mac-2@600+120 --plots plots
+  cidery simulate requests.jsonl --policy predicted_seconds --policy weighted_scores
 
 \b
 A fleet file (a class must say the two first fields, the others have defaults):
@@ -78,12 +80,20 @@ A fleet file (a class must say the two first fields, the others have defaults):
     "--event-loss", default=0.0, show_default=True, type=click.FloatRange(0, 1, max_open=True), help="A share."
 )
 @click.option("--fail", "failures", multiple=True, type=_Failure(), help="MAC@S, or MAC@S+T: gone at S, back after T.")
-@click.option("--kv-retention", type=click.Choice(sorted(POLICIES)), default="value", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice(POLICIES),
+    help="How the router chooses; several are run one after the other.  [default: predicted_seconds]",
+)
+@click.option("--kv-retention", type=click.Choice(sorted(RETENTIONS)), default="value", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, or one a line.")
 @click.option(
     "--plots", "plot_folder", default=None, type=click.Path(file_okay=False, path_type=Path), help="For PNGs."
 )
-def simulate(trace: Path, as_json: bool, plot_folder: Path | None, **options: Any) -> None:
+@click.pass_context
+def simulate(context: click.Context, /, trace: Path, as_json: bool, plot_folder: Path | None, **options: Any) -> None:
     """Run TRACE on a simulated fleet, and show times, hit rates and loads.
 
     The router, the KV managers and the schedulers are those that serve; only the model is replaced by a cost model
@@ -91,24 +101,38 @@ def simulate(trace: Path, as_json: bool, plot_folder: Path | None, **options: An
     --request-log` writes. Equal options give equal results. Speeds are yours to give: the defaults are arithmetic for
     an 8B model, nobody measured them.
     """
+    _refuse_both(context, options)
     try:
         if plot_folder is not None:
             plots.check_plots()
-        fleet = _fleet(options)
-        outcome = _run(_trace(trace, options), fleet, _options(options))
+        fleet, requests = _fleet(options), _trace(trace, options)
+        outcomes = {
+            policy: _run(requests, fleet, _options(options, policy), policy)
+            for policy in dict.fromkeys(options["policies"] or (RoutingConfig().policy,))
+        }
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except SimulationError as error:
         raise click.ClickException(str(error)) from error
-    outcomes = {"router": outcome}
     if plot_folder is not None:
         for path in plots.plot(outcomes, plot_folder):
             click.echo(f"plot: {path}", err=True)
     summaries = {label: report.summary(each) for label, each in outcomes.items()}
     if as_json:
-        click.echo(json.dumps(summaries["router"]))
+        for label, run in summaries.items():
+            click.echo(json.dumps({"policy": label} | run))
     else:
         report.print_summaries(summaries, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def _refuse_both(context: click.Context, options: dict[str, Any]) -> None:
+    """A fleet file tells all of the Macs."""
+    if options["fleet_file"] is None:
+        return
+    for name in ("macs", "prefill_speed", "kv_cache_memory", "model", "max_model_len"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} and --fleet: the fleet file says what its Macs are; give one of them")
 
 
 def _fleet(options: dict[str, Any]) -> FleetSpec:
@@ -131,9 +155,9 @@ def _trace(path: Path, options: dict[str, Any]) -> Trace:
     return trace if options["num_requests"] is None else trace.first(options["num_requests"])
 
 
-def _options(options: dict[str, Any]) -> Options:
+def _options(options: dict[str, Any], policy: str) -> Options:
     return Options(
-        routing=RoutingConfig(),
+        routing=RoutingConfig(policy=policy),
         seed=options["seed"],
         event_lag_s=options["event_lag"],
         event_loss=options["event_loss"],
@@ -142,10 +166,10 @@ def _options(options: dict[str, Any]) -> Options:
     )
 
 
-def _run(trace: Trace, fleet: FleetSpec, options: Options) -> Outcome:
+def _run(trace: Trace, fleet: FleetSpec, options: Options, label: str) -> Outcome:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress, fewer_collections():
-        task = progress.add_task("simulating", total=len(trace.requests))
+        task = progress.add_task(label, total=len(trace.requests))
         done: Callable[[], object] = lambda: progress.advance(task)  # noqa: E731
         return Simulation(trace, fleet, options, done).run()
 

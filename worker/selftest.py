@@ -13,6 +13,7 @@ def main() -> int:
 
     from worker.metal import self_test
     from worker.metal.self_test_cases import FAMILIES
+    from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
 
     logging.basicConfig(level=logging.ERROR)
     if not mx.metal.is_available():
@@ -20,11 +21,12 @@ def main() -> int:
         return 0
     chip, system, mlx = self_test.this_machine()
     sys.stdout.write(f"{chip}, {system}, MLX {mlx}\n")
+    dtype, heads = getattr(mx, options.dtype), (options.num_heads, options.num_kv_heads)
     needs = [
-        self_test.AttentionNeeds(
-            options.num_heads, options.num_kv_heads, head_dim, getattr(mx, options.dtype), bits=options.bits
-        )
-        for head_dim in options.head_dim
+        *(self_test.AttentionNeeds(*heads, head_dim, dtype, bits=options.bits) for head_dim in options.head_dim),
+        GatedDeltaShape(4, 8, 128, 128, dtype),
+        Mamba2Shape(8, 1, 64, 128, dtype, (0.0, float("inf"))),
+        ShortConvShape(1024, 4, dtype, dtype, has_bias=True, has_silu=True),
     ]
     self_test.ResultMemory.forget_all()
     has_failed = False
@@ -38,7 +40,9 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="cidery worker selftest", description=__doc__)
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="elements of a head  [64 128]")
+    parser.add_argument(
+        "--head-dim", type=int, nargs="+", default=[64, 128], help="elements of an attention head  [64 128]"
+    )
     parser.add_argument("--num-heads", type=int, default=8, help="query heads  [8]")
     parser.add_argument("--num-kv-heads", type=int, default=2, help="KV heads  [2]")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"), help="[bfloat16]")

@@ -54,9 +54,10 @@ def plan_layout(
     if not hybrid:
         kept = {layer: _as_full(spec) for layer, spec in kept.items()}
     groups = _groups(kept, _cut(_kinds(kept), kept), block_size)
+    page_bytes = {group.pool_id: group.page_bytes for group in groups}
     pools = tuple(
-        KVPool(pool_id, page_bytes, tuple(g.group_id for g in groups if g.pool_id == pool_id), 0)
-        for pool_id, page_bytes in enumerate(dict.fromkeys(group.page_bytes for group in groups))
+        KVPool(pool_id, page, tuple(g.group_id for g in groups if g.pool_id == pool_id), 0)
+        for pool_id, page in page_bytes.items()
     )
     layout = KVLayout(block_size, groups, pools, kv_budget_bytes, max_model_len, max_in_flight_tokens)
     if layout.bytes_for(max_model_len) > layout.usable_bytes:
@@ -119,15 +120,25 @@ def _cut(kinds: Sequence[list[int]], kept: Mapping[int, KVSpec]) -> list[list[in
 
 
 def _groups(kept: Mapping[int, KVSpec], cut: Sequence[list[int]], block_size: int) -> tuple[KVGroup, ...]:
-    pool_ids: dict[int, int] = {}
+    pool_ids: dict[tuple[object, ...], int] = {}
     groups = []
     for group_id, layers in enumerate(cut):
         spec = kept[layers[0]]
         num_slots = 1 if isinstance(spec, RecurrentStateSpec) else block_size
         page_bytes = num_slots * sum(_layer_bytes(kept[layer]) for layer in layers)
-        pool_id = pool_ids.setdefault(page_bytes, len(pool_ids))
+        pool_id = pool_ids.setdefault(tuple(_place(kept[layer]) for layer in layers), len(pool_ids))
         groups.append(KVGroup(group_id, pool_id, spec, tuple(layers), page_bytes))
     return tuple(groups)
+
+
+def _place(spec: KVSpec) -> tuple[object, ...]:
+    """What the arrays of a layer are like: groups share a pool, and so arrays, where all their layers' are alike."""
+    if isinstance(spec, RecurrentStateSpec):
+        return ("state", *spec.tensors)
+    if isinstance(spec, MLASpec):
+        return ("latent", spec.token_bytes, spec.format)
+    value_head_dim = spec.head_dim if spec.value_head_dim is None else spec.value_head_dim
+    return ("attention", spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * value_head_dim, spec.format)
 
 
 def _layer_bytes(spec: KVSpec) -> int:
@@ -221,11 +232,9 @@ def _attention_reason(layout: KVLayout, groups: Sequence[KVGroup]) -> str:
 
 
 def _state_reason(layout: KVLayout, group: KVGroup, beside_attention: bool) -> str:
-    pool = layout.pools[group.pool_id]
-    where = "a pool of its own" if len(pool.group_ids) == 1 else "the pool of attention, whose pages are as large"
     start = (
         f"{len(group.layer_indices)} recurrent layers ({kind_name(group.spec)}): a page is one state of them all, "
-        f"{group.page_bytes:,} bytes, in {where}"
+        f"{group.page_bytes:,} bytes, in a pool of its own"
     )
     return start + (f"; blocks of attention stay at {layout.block_size} tokens." if beside_attention else ".")
 

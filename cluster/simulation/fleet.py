@@ -49,8 +49,9 @@ class MacSpec:
     costs: CostModel = field(default_factory=CostModel)
     kv_bytes: int = DEFAULT_KV_BYTES
     limits: Limits = field(default_factory=Limits)
-    # The router hears of step times so many times as long: what if its model of speeds were wrong?
+    # The router hears of step times so many times as long, without and with prefill: what if it were wrong?
     told_factor: float = 1.0
+    told_prefill_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,9 @@ class _Reader:
         names = [mac.name for mac in macs]
         if not macs or len(set(names)) < len(names):
             raise self._error(fleet, "macs must be at least one, with names of their own")
-        layers = read_layers(self._path.parent / fleet["model"]) if "model" in fleet else DENSE_8B
+        layers = DENSE_8B
+        if "model" in fleet:
+            layers = read_layers(self._path.parent / self._get(fleet, "model", str, "the fleet"))
         max_model_len = self._whole(fleet, "max_model_len", DEFAULT_MAX_MODEL_LEN, 2, "the fleet")
         return FleetSpec(tuple(macs), layers, max_model_len)
 

@@ -15,7 +15,6 @@ from cluster.routing.index import Applied
 from cluster.routing.mac import MacInfo
 from cluster.routing.router import Router
 from cluster.routing.speed import StepSample
-from cluster.scheduling.plan import StepPlan
 from cluster.simulation.timeline import Timeline
 
 _GATHER_S = 0.1
@@ -34,8 +33,9 @@ class MacReports:
         *,
         lag_s: float,
         loss: float,
-        told_factor: float,
         rng: random.Random,
+        told: tuple[float, float] = (1.0, 1.0),
+        measured: Sequence[StepSample] = (),
     ) -> None:
         self._info = info
         self._kv = kv
@@ -43,10 +43,11 @@ class MacReports:
         self._timeline = timeline
         self._lag_s = lag_s
         self._loss = loss
-        self._told_factor = told_factor
+        self._told = told
         self._rng = rng
         self._events: list[BlockEvent] = []
-        self._steps: list[StepSample] = []
+        # A Mac measures itself before it joins; that goes with its first report.
+        self._steps: list[StepSample] = [self._as_told(step, step.seconds) for step in measured]
         self._num_requests = 0
         self._seq = 0
         self._next_s: float | None = None
@@ -60,22 +61,33 @@ class MacReports:
         """The first thing that the router hears of it."""
         if self._router.join(self._info) is Applied.RESYNC:
             self._resync()
+        self._timeline.after(self._lag_s, self._send, None)
 
     def stop(self) -> None:
         """The Mac is gone."""
         self._is_stopped = True
 
-    def stepped(self, plan: StepPlan, run_s: float, num_requests: int, *, hurries: bool) -> None:
+    def stepped(self, step: StepSample, run_s: float, num_requests: int, *, hurries: bool) -> None:
         """A step has ended; `hurries` if a request has too, whose next turn may come at once."""
         self._events += self._kv.take_events()
-        self._steps.append(sample_of(plan, run_s * self._told_factor))
+        self._steps.append(self._as_told(step, run_s))
         self._num_requests = num_requests
         at_s = self._timeline.now_s + (_HURRIED_GATHER_S if hurries else _GATHER_S)
         if self._next_s is None or at_s < self._next_s:
             self._next_s = at_s
             self._timeline.at(at_s, self._send, at_s)
 
-    def _send(self, due_s: float) -> None:
+    def _as_told(self, step: StepSample, run_s: float) -> StepSample:
+        seconds = run_s * self._told[step.num_prefill_tokens > 0]
+        return StepSample(
+            step.num_prefill_tokens,
+            step.prefill_context_tokens,
+            step.num_decoding,
+            step.decode_context_tokens,
+            seconds,
+        )
+
+    def _send(self, due_s: float | None) -> None:
         if self._is_stopped or self._next_s != due_s:
             return
         self._next_s = None
@@ -114,12 +126,3 @@ class MacReports:
         self._is_resyncing = False
         if self._router.check_digests(name, epoch, next_seq, digests):
             self._router.load_snapshot(name, epoch, next_seq, content)
-
-
-def sample_of(plan: StepPlan, seconds: float) -> StepSample:
-    """What a step had to do; a row of one token decodes."""
-    prefill = [part for part in plan.slices if part.num_tokens > 1]
-    num_tokens = sum(part.num_tokens for part in prefill)
-    work = sum(part.num_tokens * (part.start + part.num_tokens / 2) for part in prefill)
-    contexts = [part.start for part in plan.slices if part.num_tokens == 1]
-    return StepSample(num_tokens, work / num_tokens if num_tokens else 0.0, len(contexts), sum(contexts), seconds)

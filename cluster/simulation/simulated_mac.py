@@ -2,16 +2,23 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from cluster.kv.hashing import BlockHash
 from cluster.kv.manager import KVCacheManager
 from cluster.mac_engine import MAX_PLANS_IN_FLIGHT
-from cluster.scheduling.plan import FilledBlock, Sampled, StepPlan, StepResult
+from cluster.routing.speed import StepSample
+from cluster.scheduling.plan import FilledBlock, Sampled, Slice, StepPlan, StepResult
 from cluster.scheduling.request import Request, Update
 from cluster.scheduling.scheduler import Scheduler
+from cluster.self_benchmark import sample_of
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.timeline import Timeline
+
+# As in cluster/self_benchmark.py.
+_MEASURED_PROMPT_TOKENS = 512
+_MEASURED_ANSWER_TOKENS = 8
 
 
 @dataclass(slots=True)
@@ -127,3 +134,14 @@ class SimulatedMac:
         updates = self.scheduler.apply(result)
         self._pump()
         self._on_step(self, plan, result, updates)
+
+
+def self_benchmark(costs: CostModel, chunk_tokens: int) -> tuple[StepSample, ...]:
+    """What a Mac measures before it joins: a prompt in chunks, and a few tokens of an answer."""
+    prompt, last = _MEASURED_PROMPT_TOKENS, _MEASURED_PROMPT_TOKENS + _MEASURED_ANSWER_TOKENS - 1
+    ends = [*range(0, prompt, min(chunk_tokens, prompt)), *range(prompt, last + 1)]
+    samples = []
+    for start, end in pairwise(ends):
+        plan = StepPlan(1, slices=(Slice(1, start, end - start, end >= prompt, {}),))
+        samples.append(replace(sample_of(plan), seconds=costs.step_time_s(plan.slices)))
+    return tuple(samples)

@@ -13,9 +13,11 @@ from cluster.kv.hashing import root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.mac_engine import MAX_PLANS_IN_FLIGHT
+from cluster.routing.admission import Admission
 from cluster.routing.config import RoutingConfig
-from cluster.routing.decision import RouteQuery
-from cluster.routing.errors import NoMacAvailable
+from cluster.routing.decision import Decision, RouteQuery
+from cluster.routing.errors import NoMacAvailable, RoutingError
+from cluster.routing.errors import QueueFull as RouterQueueFull
 from cluster.routing.mac import MacInfo
 from cluster.routing.router import Router
 from cluster.scheduling.config import SchedulerConfig
@@ -23,12 +25,13 @@ from cluster.scheduling.errors import QueueFull, RequestTooLong
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Request, SamplingParams, Update
 from cluster.scheduling.scheduler import Scheduler
+from cluster.self_benchmark import sample_of
 from cluster.simulation.errors import SimulationError
 from cluster.simulation.failures import Failure
 from cluster.simulation.fleet import FleetSpec, MacSpec
 from cluster.simulation.mac_reports import MacReports
 from cluster.simulation.outcome import Outcome, RequestOutcome, Usage
-from cluster.simulation.simulated_mac import Script, SimulatedMac, SimulatedWorker
+from cluster.simulation.simulated_mac import Script, SimulatedMac, SimulatedWorker, self_benchmark
 from cluster.simulation.timeline import Timeline
 from cluster.simulation.trace import Trace
 
@@ -102,6 +105,9 @@ class Simulation:
         self._rng = random.Random(f"{options.seed}-events")
         self._root = root_hash(model=_MODEL, tokenizer=_MODEL, kv_format=_MODEL, block_size=trace.block_size)
         self.router = Router(options.routing)
+        self._admission = Admission(self.router, options.routing)
+        # Those that wait in the router's own queue, with what they asked.
+        self._waiting: dict[str, tuple[_Live, RouteQuery]] = {}
         self._slots = {spec.name: _Slot(spec) for spec in fleet.macs}
         self._successors: dict[int, list[int]] = {}
         self._num_open = len(trace.requests)
@@ -133,6 +139,7 @@ class Simulation:
     def check(self) -> None:
         """Asserts that the real parts are sound. O(all)."""
         self.router.check()
+        self._admission.check()
         for slot in self._slots.values():
             if slot.mac is not None:
                 slot.mac.scheduler.check()
@@ -183,8 +190,9 @@ class Simulation:
             self._timeline,
             lag_s=self._options.event_lag_s,
             loss=self._options.event_loss,
-            told_factor=spec.told_factor,
+            told=(spec.told_factor, spec.told_prefill_factor),
             rng=self._rng,
+            measured=self_benchmark(spec.costs, limits.max_chunk_tokens),
         )
         slot.reports.join()
 
@@ -211,14 +219,39 @@ class Simulation:
             exclude=frozenset(live.excluded),
         )
         try:
-            decision = self.router.route(query, now_s)
-        except NoMacAvailable as error:
-            if error.is_permanent or now_s > live.gives_up_s:
-                self._end(live, rejected="too long" if error.is_permanent else "no Mac ready")
-                return
+            decision = self._admission.submit(query, now_s)
+        except RoutingError as error:
+            self._not_routed(live, error)
+            return
+        if decision is None:
+            self._waiting[live.request_id] = (live, query)
+        else:
+            self._send(live, query, decision)
+
+    def _dispatch(self) -> None:
+        """Those whose turn has come."""
+        for outcome in self._admission.dispatch(self._timeline.now_s):
+            live, query = self._waiting.pop(outcome.request_id)
+            if outcome.decision is not None:
+                self._send(live, query, outcome.decision)
+            else:
+                assert outcome.error is not None
+                self._not_routed(live, outcome.error)
+
+    def _not_routed(self, live: _Live, error: RoutingError) -> None:
+        """No Mac may take it now: it asks again for a while, as one may come back."""
+        if isinstance(error, RouterQueueFull):
+            self._end(live, rejected="the router's queue is full")
+        elif not isinstance(error, NoMacAvailable) or error.is_permanent:
+            self._end(live, rejected="too long")
+        elif self._timeline.now_s > live.gives_up_s:
+            self._end(live, rejected="no Mac ready")
+        else:
             live.excluded.clear()
             self._timeline.after(_NO_MAC_PAUSE_S, self._route, live)
-            return
+
+    def _send(self, live: _Live, query: RouteQuery, decision: Decision) -> None:
+        """To the Mac that was chosen."""
         live.mac, live.is_noted = decision.mac, False
         if not live.outcome.num_tries:
             live.outcome.num_predicted_tokens = decision.num_matched_tokens
@@ -266,8 +299,8 @@ class Simulation:
 
     def _stepped(self, mac: SimulatedMac, plan: StepPlan, result: StepResult, updates: list[Update]) -> None:
         now_s, slot = self._timeline.now_s, self._slots[mac.name]
-        num_prefill = sum(part.num_tokens for part in plan.slices if part.num_tokens > 1)
-        self._usage[mac.name].add(now_s, result.run_s, num_prefill, len(updates), mac.scheduler)
+        step = sample_of(plan)
+        self._usage[mac.name].add(now_s, result.run_s, step.num_prefill_tokens, len(updates), mac.scheduler)
         hurries = False
         for update in updates:
             live = slot.live[update.request_id]
@@ -280,14 +313,14 @@ class Simulation:
             if not live.is_noted:
                 live.is_noted = True
                 args = (live.request_id, update.num_cached_tokens)
-                self._timeline.after(_NOTES_PERIOD_S, self.router.first_token, *args)
+                self._timeline.after(_NOTES_PERIOD_S, self._note_first_token, *args)
             if update.finish is not None:
                 hurries = True
                 del slot.live[live.request_id]
                 mac.forget(live.index)
                 self._end(live)
         assert slot.reports is not None
-        slot.reports.stepped(plan, result.run_s, len(slot.live), hurries=hurries)
+        slot.reports.stepped(step, result.run_s, len(slot.live), hurries=hurries)
 
     def _end(self, live: _Live, rejected: str = "") -> None:
         now_s = self._timeline.now_s
@@ -295,13 +328,21 @@ class Simulation:
         live.outcome.rejected = rejected
         live.outcome.total_s = now_s - live.arrived_s
         num_output = None if rejected else live.num_generated
-        self._timeline.after(_NOTES_PERIOD_S, self.router.release, live.request_id, num_output)
+        self._timeline.after(_NOTES_PERIOD_S, self._note_end, live.request_id, num_output)
         self._outcomes.append(live.outcome)
         self._num_open -= 1
         if self._on_done is not None:
             self._on_done()
         for index in self._successors.pop(live.index, ()):
             self._timeline.after(self._trace.requests[index].delay_s, self._arrive, index)
+
+    def _note_first_token(self, request_id: str, num_cached_tokens: int) -> None:
+        self.router.first_token(request_id, num_cached_tokens)
+        self._dispatch()
+
+    def _note_end(self, request_id: str, num_output_tokens: int | None) -> None:
+        self._admission.withdraw(request_id, num_output_tokens)
+        self._dispatch()
 
     def _fail(self, failure: Failure) -> None:
         slot = self._slots[failure.mac]
@@ -332,4 +373,5 @@ class Simulation:
 
     def _tick(self) -> None:
         self.router.expire(self._timeline.now_s)
+        self._dispatch()
         self._timeline.after(_TICK_S, self._tick)

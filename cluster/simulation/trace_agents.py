@@ -59,7 +59,9 @@ def _session(session: int, line: Line, chains: BlockChains, block_size: int) -> 
         blocks = last_blocks[:num_same]
         chains.extend(blocks, _names(session, head, keys, num_same, num_common(first_keys, keys)))
         last_keys, last_blocks = keys, blocks
-        lane, busy_s = str(line.get("lane", fields)), fields.get("api") or 0.0
+        # How long the answer took is not always known.
+        busy_s = 0.0 if fields.get("api") is None else line.number_of("api", of=fields)
+        lane = str(line.get("lane", fields))
         found.append(_Request(at_s, at_s + busy_s, lane, num_prompt, max(1, line.int_of("out", of=fields)), blocks))
     found.sort(key=lambda request: request.at_s)
     return found

@@ -5,8 +5,10 @@
 
 16 Macs on virtual time; the routers, schedulers and KV managers are the real ones (see `cidery simulate`). One set of
 defaults for all cases. Policies were tuned on sessions with even numbers (`--half even`); the report is of the odd
-ones. "wrong" is our policy on a fleet that tells it step times which are wrong: those of every other Mac twice as long
-as they were. One JSON line on stdout; progress and tables on stderr. It ends with 0 whatever the figures are.
+ones. "-wrong" is our policy on a fleet that tells it wrong step times: those with prefill twice as long as they were;
+"-skewed": all steps of every other Mac twice as long. A run can be cut in pieces: `--rows-out` keeps its rows,
+`--rows-in` reports them. One JSON line on stdout; progress and tables on stderr. It ends with 0 whatever the figures
+are.
 """
 
 import argparse
@@ -33,9 +35,10 @@ from tests.bench.policies_cases import FLEETS, HALVES, MODELS, WORKLOADS, fleet_
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OURS = "predicted_seconds"
-WRONG = f"{OURS}, wrong"
+WRONG = f"{OURS}-wrong"
+SKEWED = f"{OURS}-skewed"
 RIVALS = ("round_robin", "least_loaded", "prefix_affinity", "linear_block_cost", "weighted_scores")
-POLICIES = (OURS, WRONG, *RIVALS)
+POLICIES = (OURS, WRONG, SKEWED, *RIVALS)
 QUICK_REQUESTS = 300
 
 Row = dict[str, Any]
@@ -53,9 +56,9 @@ class Case:
     def run(self, trace: Trace, seed: int) -> Row:
         """Figures of one run."""
         fleet = fleet_of(self.fleet, self.model)
-        if self.policy == WRONG:
-            fleet = misleading(fleet)
-        policy = self.policy.removesuffix(", wrong")
+        policy = self.policy
+        if self.policy in (WRONG, SKEWED):
+            fleet, policy = misleading(fleet, self.policy), OURS
         options = Options(routing=RoutingConfig(policy=policy), seed=seed)
         started_s = time.process_time()
         with fewer_collections():
@@ -77,9 +80,16 @@ class Case:
         }
 
 
-def misleading(fleet: FleetSpec) -> FleetSpec:
-    """Every other Mac's steps seem to take twice as long."""
-    return replace(fleet, macs=tuple(replace(mac, told_factor=1.0 + i % 2) for i, mac in enumerate(fleet.macs)))
+def misleading(fleet: FleetSpec, how: str) -> FleetSpec:
+    """Macs whose step times seem to be twice as long: those with prefill on all Macs, or all on every other Mac."""
+    if how == WRONG:
+        return replace(fleet, macs=tuple(replace(mac, told_prefill_factor=2.0) for mac in fleet.macs))
+    return replace(
+        fleet,
+        macs=tuple(
+            replace(mac, told_factor=1.0 + i % 2, told_prefill_factor=1.0 + i % 2) for i, mac in enumerate(fleet.macs)
+        ),
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -94,6 +104,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for policy in options.policies
     ]
     rows: list[Row] = []
+    if options.rows_in:
+        rows, cases = [json.loads(line) for line in options.rows_in.read_text().splitlines()], []
     halves: dict[str, Trace] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -118,7 +130,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "requests": options.requests,
         "machine": serve_report.machine(),
         "duration_s": round(time.monotonic() - started_s, 1),
-        "bars": policies_report.bars(rows, OURS, WRONG),
+        "bars": policies_report.bars(rows, OURS, WRONG, SKEWED),
         "rows": rows,
     }
 
@@ -147,7 +159,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     def listed(allowed: tuple[str, ...]) -> Any:
         def parse(text: str) -> list[str]:
-            values = text.split(",") if text != WRONG else [text]
+            values = text.split(",")
             for value in values:
                 if value not in allowed:
                     raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(allowed)}")
@@ -170,6 +182,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--json-out", type=Path, help="write the JSON line to this file too")
     parser.add_argument("--rows-out", type=Path, help="append every row to this file as soon as it is there")
+    parser.add_argument("--rows-in", type=Path, help="report the rows of this file instead of running anything")
     options = parser.parse_args()
     if options.quick:
         options.requests, options.seeds = QUICK_REQUESTS, 1

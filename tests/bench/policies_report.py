@@ -18,11 +18,11 @@ _E2E_SLACK = 0.03
 _HIT_ERROR = 0.01
 
 
-def table(rows: Sequence[Row], width: int = 150) -> str:
+def table(rows: Sequence[Row], width: int = 170) -> str:
     """A line for each case and policy, means over the seeds; in brackets the lowest and the highest seed."""
     shown = Table()
     for name in ("workload", "fleet", "model", "policy"):
-        shown.add_column(name)
+        shown.add_column(name, no_wrap=True)
     for name in ("hit rate", "off by", "TTFT mean", "(seeds)", "p50", "p90", "e2e mean", "(seeds)", "rejected"):
         shown.add_column(name, justify="right")
     for key, by_policy in _cases(rows).items():
@@ -43,11 +43,11 @@ def table(rows: Sequence[Row], width: int = 150) -> str:
     return text.getvalue().rstrip()
 
 
-def bars(rows: Sequence[Row], ours: str, wrong: str) -> list[dict[str, Any]]:
+def bars(rows: Sequence[Row], ours: str, wrong: str, skewed: str) -> list[dict[str, Any]]:
     """Each bar in each case where both our policy and another one ran."""
     found: list[dict[str, Any]] = []
     for key, by_policy in _cases(rows).items():
-        rivals = {policy: runs for policy, runs in by_policy.items() if policy not in (ours, wrong)}
+        rivals = {policy: runs for policy, runs in by_policy.items() if policy not in (ours, wrong, skewed)}
         if ours not in by_policy or not rivals:
             continue
         ttft = {policy: _mean(runs, "ttft_s") for policy, runs in by_policy.items()}
@@ -60,9 +60,11 @@ def bars(rows: Sequence[Row], ours: str, wrong: str) -> list[dict[str, Any]]:
         found.append(
             _bar(f"{name}: end to end within 3 %", e2e[ours], e2e[quickest], quickest, e2e[quickest] * (1 + _E2E_SLACK))
         )
-        if wrong in by_policy:
-            # No worse than the best other one, which has no model to be wrong.
-            found.append(_bar(f"{name}: mean TTFT, speeds wrong by 2", ttft[wrong], ttft[best], best, ttft[best]))
+        for misled in (wrong, skewed):
+            if misled in by_policy:
+                # Little worse than the best other one, which has no model to be wrong.
+                what = f"{name}: mean TTFT within 2 %, {misled}"
+                found.append(_bar(what, ttft[misled], ttft[best], best, ttft[best] * (1 + _TTFT_SLACK)))
         error = max(run["hit_error"] for run in by_policy[ours])
         found.append(
             {"what": f"{name}: hits predicted to 1 %", "is_met": error < _HIT_ERROR, "figures": f"off by {error:.2%}"}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from worker.metal import prefill, rope, twins
+from worker.metal import prefill, rope, state_kernels, twins
 from worker.metal.decode_checks import check_decode, check_latent, check_verify_window
 from worker.metal.factory import MetalKernel
 from worker.metal.paged_prefill import PagedPrefill
@@ -219,4 +219,5 @@ FAMILIES = (
     Family("paged_prefill", _attention(check_prefill)),
     Family("rope", _attention(check_rope)),
     IN_PLACE,
+    *(Family(name, check) for name, check in state_kernels.CHECKS.items()),
 )

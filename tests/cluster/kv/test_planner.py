@@ -108,9 +108,13 @@ def test_kinds_of_different_widths_are_not_cut():
     assert cut(plan([FULL, window(64, heads=3), window(64, heads=3)])) == [(0, (0,)), (1, (1, 2))]
 
 
-def test_kinds_whose_pages_happen_to_be_equal_share_a_pool():
-    page = RecurrentStateSpec("s", (StateTensor((16 * 128,), 1),))
-    assert cut(plan([WIDE, window(64), window(64), page])) == [(0, (0,)), (0, (1, 2)), (0, (3,))]
+def test_kinds_share_a_pool_only_where_their_arrays_are_alike():
+    """Pages of equal bytes are not enough: the n-th layer of each group lies in the same array."""
+    state = RecurrentStateSpec("s", (StateTensor((16 * 128,), 1),))
+    assert cut(plan([WIDE, window(64), window(64), state])) == [(0, (0,)), (1, (1, 2)), (2, (3,))]
+    swapped = SlidingWindowSpec(1, 40, window=64, value_head_dim=24)
+    assert cut(plan([FullAttentionSpec(1, 24, value_head_dim=40), swapped])) == [(0, (0,)), (1, (1,))]
+    assert cut(plan([FullAttentionSpec(2, 16), SlidingWindowSpec(4, 8, window=64)])) == [(0, (0,)), (0, (1,))]
 
 
 def test_shared_layers_take_no_memory():
@@ -236,10 +240,6 @@ def test_every_kind_has_a_name(spec, name):
              "of attention stay at 16 tokens.", "wherever a state was kept."],
         ),
         ([STATE], ["1,000 bytes, in a pool of its own."]),
-        (
-            [FULL, RecurrentStateSpec("s", (StateTensor((1024,), 1),))],
-            ["in the pool of attention, whose pages are as large"],
-        ),
     ],
 )  # fmt: skip
 def test_a_layout_says_why_it_is_so(specs, reasons):

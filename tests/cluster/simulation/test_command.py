@@ -58,6 +58,8 @@ def test_a_fleet_file_and_a_model(trace: Path, tmp_path: Path) -> None:
     )
     told = json.loads(simulate(trace, "--fleet", fleet, "--json").stdout)
     assert [mac["name"] for mac in told["macs"]] == ["a-1", "a-2", "a-3"]
+    both = simulate(trace, "--fleet", fleet, "--macs", 3)
+    assert (both.exit_code, "--macs and --fleet" in both.stderr) == (2, True)
     config = Path(__file__).parents[2] / "configs" / "qwen3-next-80b.json"
     result = simulate(trace, "--model", config, "--max-model-len", 32768, "--json", "--macs", 2)
     assert json.loads(result.stdout)["served"] == 8, result.output
@@ -70,6 +72,7 @@ def test_a_fleet_file_and_a_model(trace: Path, tmp_path: Path) -> None:
         (["--rate", "0"], "0.0 is not in the range"),
         (["--fail", "mac-1"], "'mac-1' is no failure; write mac-3@600"),
         (["--fail", "mac-99@1"], "no Mac is named 'mac-99'"),
+        (["--policy", "best"], "'best' is not one of 'predicted_seconds', 'round_robin'"),
         (["--event-loss", "1"], "1.0 is not in the range"),
         (["--kv-cache-memory", "1MiB"], "mac-1: "),
         (["--fleet", "nowhere.json"], "'nowhere.json' does not exist"),
@@ -105,6 +108,16 @@ def test_plots_are_pngs(trace: Path, tmp_path: Path) -> None:
     assert len(files) == 3
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     plots.check_plots()
+
+
+def test_policies_side_by_side(trace: Path) -> None:
+    result = simulate(trace, "--macs", 2, "--policy", "round_robin", "--policy", "predicted_seconds")
+    assert result.exit_code == 0, result.output
+    assert "round_robin" in result.stdout
+    assert "predicted_seconds" in result.stdout
+    assert "mac-1" not in result.stdout, "Macs are shown of a single run"
+    lines = simulate(trace, "--policy", "round_robin", "--policy", "least_loaded", "--json").stdout.splitlines()
+    assert [json.loads(line)["policy"] for line in lines] == ["round_robin", "least_loaded"]
 
 
 def test_help_has_examples() -> None:

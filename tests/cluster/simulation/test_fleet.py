@@ -65,6 +65,7 @@ def test_a_model_beside_the_file(tmp_path: Path) -> None:
         ('"max_num_seqs": 8', '"max_num_seqs": 1.5', 4, "max_num_seqs must be a whole number"),
         ('"name": "kitchen"', '"name": "studio-1"', 1, "macs must be at least one, with names of their own"),
         ('"max_model_len": 1000', '"max_model_len": 1', 1, "max_model_len must be a whole number of at least 2"),
+        ('"max_model_len": 1000', '"model": 5', 1, "the fleet: model is of the wrong type: 5"),
         ('"macs"', '"mac"', 1, "the fleet has mac; known are model, max_model_len, classes, macs"),
         ('{"class": "mini", "name": "kitchen"}', "7", 1, "macs must be objects"),
     ],

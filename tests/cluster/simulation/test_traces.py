@@ -119,6 +119,7 @@ GOOD = mooncake(0, 512, 1, [0])
         ([session(call(0, [[1, 2]])), session(block_size=32)], 2, "block_size is 32, that of the lines before 64"),
         ([session(5)], 1, "requests must be objects"),  # type: ignore[arg-type]
         ([session(call(0, [[1, 2]]) | {"h": [[1]]})], 1, "h must be pairs of whole numbers"),
+        ([session(call(0, [[1, 2]]) | {"api": "long"})], 1, "api must be a number of at least 0, got 'long'"),
         ([session(call(0, [[1, 2]]) | {"t": "now"})], 1, "t must be a number of at least 0, got 'now'"),
     ],
 )
