@@ -80,7 +80,7 @@ def test_paged_decode_is_attention_over_its_own_slots(dtype, case):
     ours, expected = _decode(host, dtype, **case)
     assert np.abs(np.array(ours.astype(mx.float32)) - expected).max() < _TOLERANCE[dtype]
     assert [record.kernel.rsplit("_", 1)[0] for record in host.records] == [
-        "cidery_paged_decode_partials",
+        "cidery_paged_decode",
         "cidery_paged_decode_merge",
     ]
 

@@ -63,7 +63,7 @@ def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | Non
             logger.warning("results of the self-test can't be kept, each start will test again: %s", error)
     unsupported = sorted({layer.head_dim for layer in layers if not PagedDecode.supports(layer.head_dim)})
     if unsupported:
-        logger.info("kernels: plain MLX, because of head_dim %s: a multiple of 32 up to 256 is needed", unsupported)
+        logger.info("kernels: plain MLX, because of head_dim %s: a multiple of 4 up to 512 is needed", unsupported)
         return twin_kernels()
     report = self_test.run((WRITE_KV, PAGED_DECODE), _needs(layers), metal_kernel, memory)
     if report.failures:

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from worker.batch import Batch, Span
 from worker.metal import prefill, rope, state_kernels, twins
+from worker.metal.decode_checks import check_decode, check_latent, check_verify_window
 from worker.metal.factory import MetalKernel
-from worker.metal.paged_decode import PagedDecode
 from worker.metal.paged_prefill import PagedPrefill
 from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter, Slots
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
@@ -17,8 +16,6 @@ from worker.metal.self_test import AttentionNeeds, Family, Needs
 from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks
 
 _NUM_BLOCKS = 64
-# One token, a partial block, exact blocks, several splits.
-_CONTEXT_LENS = (1, 7, 32, 300)
 # Queries and context lengths: one token, one block, a tail behind a long context, more than a tile.
 _PREFILLS = ((1, 1), (16, 16), (5, 130), (41, 77))
 # Relative to outputs of order 1: half precision rounds the result once, reduction order is free.
@@ -80,30 +77,6 @@ def check_put(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     mx.eval(move_blocks(PutBlocks(metal_kernel), pool, sources, targets))
     expected[targets] = expected[sources]
     return None if mx.array_equal(pool, expected).item() else "it differs from its twin"
-
-
-def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
-    """Ragged rows in one launch against the groups of the twin."""
-    if not PagedDecode.supports(need.head_dim):
-        return None
-    ids = np.random.RandomState(0).permutation(np.arange(1, _NUM_BLOCKS)).tolist()
-    spans, first = [], 0
-    for length in _CONTEXT_LENS:
-        num_blocks = -(-length // need.block_size)
-        spans.append(Span([0], length - 1, ids[first : first + num_blocks], samples=True))
-        first += num_blocks
-    pools = [pool.reshape(-1, *pool.shape[2:]) for pool in _pools(need)]
-    (ragged,) = Batch(spans, block_size=need.block_size, decodes_together=True).decode_groups
-    queries = _normal(4, len(spans), need.num_heads, 1, need.head_dim, dtype=need.dtype)
-    scale = need.head_dim**-0.5
-    ours = PagedDecode(metal_kernel)(queries, pools[0], pools[1], ragged, need.num_kv_heads, scale)
-    for group in Batch(spans, block_size=need.block_size).decode_groups:
-        rows = slice(group.first, group.last)
-        twin = twins.paged_decode(queries[rows], pools[0], pools[1], group, need.num_kv_heads, scale)
-        failure = _differs(ours[rows], twin, need.dtype)
-        if failure is not None:
-            return failure
-    return None
 
 
 def _prefill_rows(need: AttentionNeeds) -> PrefillRows:
@@ -239,6 +212,8 @@ IN_PLACE = Family("in_place", _attention(check_in_place))
 FAMILIES = (
     WRITE_KV,
     PAGED_DECODE,
+    Family("verify_window", _attention(check_verify_window)),
+    Family("latent_decode", check_latent),
     Family("put_blocks", _attention(check_put)),
     Family("write_quantized", _attention(check_quantized)),
     Family("paged_prefill", _attention(check_prefill)),

@@ -1,0 +1,131 @@
+"""The self-test's checks of decode attention: kernels against twins, rows that share loads bit for bit."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.metal import decode_twins
+from worker.metal.decode_plan import DecodePlan, plan_decode, plan_verify, seen_ranges
+from worker.metal.factory import MetalKernel
+from worker.metal.kv_pools import KVPool
+from worker.metal.paged_decode import PagedDecode
+from worker.metal.quantized import QuantizedPool
+from worker.metal.self_test import AttentionNeeds, Needs
+
+_NUM_BLOCKS = 64
+# One token, a partial block, exact blocks, several partitions.
+_CONTEXT_LENS = (1, 7, 32, 300)
+_VERIFY_ROWS = 3
+_MAX_SHARED_HEAD_DIM = 256
+# Relative to outputs of order 1: half precision rounds the result once, reduction order is free.
+_TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNeeds:
+    """Layers of multi-head latent attention, absorbed."""
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    dtype: mx.Dtype
+    block_size: int = 16
+
+    def __str__(self) -> str:
+        return f"{self.num_heads} heads over latents of {self.latent_dim} + {self.rope_dim} {self.dtype}"
+
+
+def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
+    """Ragged rows in one launch, with all that the layer asks for; slots that no row sees hold NaN."""
+    if not PagedDecode.supports(need.head_dim):
+        return None
+    ranges = seen_ranges(_CONTEXT_LENS, window=need.window, chunk=need.chunk)
+    table, is_seen = _tables(ranges, need.block_size)
+    plan = plan_decode(table, ranges, need.num_kv_heads)
+    return _differs(*(_attend(kernel, need, plan, is_seen) for kernel in (PagedDecode(metal_kernel), decode_twins)))
+
+
+def check_verify_window(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
+    """Rows that share loads give the bits of rows on their own."""
+    if not PagedDecode.supports(need.head_dim) or need.head_dim > _MAX_SHARED_HEAD_DIM:
+        return None
+    lens = [length + row for length in _CONTEXT_LENS for row in range(_VERIFY_ROWS)]
+    ranges = seen_ranges(lens, window=need.window, chunk=need.chunk)
+    united = np.stack([ranges[::_VERIFY_ROWS, 0], ranges[_VERIFY_ROWS - 1 :: _VERIFY_ROWS, 1]], axis=1)
+    table, is_seen = _tables(united, need.block_size)
+    decode = PagedDecode(metal_kernel)
+    apart, together = (
+        plan_verify(table, ranges, need.num_kv_heads, rows_per_sequence=_VERIFY_ROWS, shares_loads=shares_loads)
+        for shares_loads in (False, True)
+    )
+    ours, expected = _attend(decode, need, together, is_seen), _attend(decode, need, apart, is_seen)
+    return None if mx.array_equal(ours, expected).item() else "rows that share loads differ from rows on their own"
+
+
+def check_latent(metal_kernel: MetalKernel, needs: Needs) -> str | None:
+    """The same as `check_decode` for latents."""
+    ranges = seen_ranges(_CONTEXT_LENS)
+    for need in dict.fromkeys(need for need in needs if isinstance(need, LatentNeeds)):
+        head_dim = need.latent_dim + need.rope_dim
+        table, is_seen = _tables(ranges, need.block_size)
+        plan = plan_decode(table, ranges, 1)
+        pool = _unseen_nan(_normal(1, _NUM_BLOCKS, 1, need.block_size, head_dim, dtype=need.dtype), is_seen)
+        queries = _normal(4, len(ranges), need.num_heads, 1, head_dim, dtype=need.dtype)
+        ours, twin = (
+            kernel.attend_latent(queries, pool, need.latent_dim, plan, head_dim**-0.5)
+            for kernel in (PagedDecode(metal_kernel), decode_twins)
+        )
+        failure = _differs(ours, twin)
+        if failure is not None:
+            return f"{failure} for {need}"
+    return None
+
+
+def _tables(ranges: NDArray[np.int32], block_size: int) -> tuple[NDArray[np.int32], mx.array]:
+    """Scattered blocks for each sequence, and which slots of the pool any of them sees, `[blocks, 1, slots, 1]`."""
+    ids = np.random.RandomState(0).permutation(np.arange(1, _NUM_BLOCKS)).tolist()
+    table = np.zeros((len(ranges), -(-int(ranges[:, 1].max()) // block_size)), np.int32)
+    is_seen = np.zeros((_NUM_BLOCKS, block_size), bool)
+    for sequence, (begin, end) in enumerate(ranges):
+        count = -(-int(end) // block_size)
+        table[sequence, :count] = [ids.pop() for _ in range(count)]
+        at = np.arange(begin, end)
+        is_seen[table[sequence, at // block_size], at % block_size] = True
+    return table, mx.array(is_seen)[:, None, :, None]
+
+
+def _attend(kernel: object, need: AttentionNeeds, plan: DecodePlan, is_seen: mx.array) -> mx.array:
+    """Through `PagedDecode` or its twin, on the same arrays."""
+    shape = (_NUM_BLOCKS, need.num_kv_heads, need.block_size, need.head_dim)
+    keys, values = (_pool(_normal(seed, *shape, dtype=need.dtype), need, is_seen) for seed in (1, 2))
+    queries = _normal(4, plan.num_rows, need.num_heads, 1, need.head_dim, dtype=need.dtype)
+    sinks = _normal(6, need.num_heads) if need.has_sinks else None
+    attend = kernel.attend  # type: ignore[attr-defined]
+    out: mx.array = attend(
+        queries, keys, values, plan, need.num_kv_heads, need.head_dim**-0.5, softcap=need.softcap, sinks=sinks
+    )
+    return out
+
+
+def _pool(content: mx.array, need: AttentionNeeds, is_seen: mx.array) -> KVPool:
+    if not need.bits:
+        return _unseen_nan(content, is_seen)
+    packed, *rest = mx.quantize(content, group_size=need.group_size, bits=need.bits)
+    scales, biases = (_unseen_nan(part, is_seen) for part in rest)
+    return QuantizedPool(packed, scales, biases, need.bits, need.group_size)
+
+
+def _unseen_nan(pool: mx.array, is_seen: mx.array) -> mx.array:
+    return mx.where(is_seen, pool, mx.array(float("nan"), pool.dtype))
+
+
+def _normal(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def _differs(ours: mx.array, twin: mx.array) -> str | None:
+    error = float(mx.abs(ours.astype(mx.float32) - twin.astype(mx.float32)).max())
+    # Not "error > tolerance", which a NaN would pass.
+    return None if error <= _TOLERANCE[ours.dtype] else f"it differs from its twin by {error:.2g}"
