@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
-from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,6 +78,11 @@ class BatchConfig:
     max_waiting: int = 1024
 
     def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), a token for each running "
+                f"request; got {self.max_num_batched_tokens}"
+            )
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_waiting", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -116,8 +120,8 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         for tenant, weight in self.tenant_weights.items():
-            if not (isfinite(weight) and weight > 0):
-                raise ValueError(f"the weight of tenant {tenant!r} must be a positive number, got {weight}")
+            if not 1e-6 <= weight <= 1e6:
+                raise ValueError(f"the weight of tenant {tenant!r} must be from 1e-6 to 1e6, got {weight}")
         for name in ("grpc_port", "http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be 0 (any free one) to 65535, got {getattr(self, name)}")

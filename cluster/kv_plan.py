@@ -91,7 +91,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise click.UsageError(f"MODEL {path}: neither a folder with a config.json nor such a file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise click.ClickException(f"{file}: can't be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise click.ClickException(f"{file}: expected a JSON object, got {type(config).__name__}")

@@ -18,8 +18,7 @@ from cluster.config import MacConfig
 from cluster.errors import CideryError, InvalidRequest, MacLost, Overloaded, RequestTooLong, StartupFailed
 from cluster.kv.hashing import BlockHash, root_hash
 from cluster.kv.manager import KVCacheManager
-from cluster.kv.planner import plan_layout
-from cluster.mac_memory import kv_budget_bytes, kv_format, layer_specs
+from cluster.mac_memory import kv_format, plan_kv
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.routing.speed import StepSample
 from cluster.scheduling import errors as refusals
@@ -273,13 +272,9 @@ class MacEngine:
         config = self._config
         self.max_model_len = min(config.model.max_model_len or described.max_model_len, described.max_model_len)
         try:
-            layout = plan_layout(
-                layer_specs(described),
-                kv_budget_bytes=kv_budget_bytes(described, config.kv),
-                max_model_len=self.max_model_len,
-                block_size=config.kv.block_size_tokens,
-                max_in_flight_tokens=MAX_PLANS_IN_FLIGHT * config.batch.max_num_batched_tokens,
-            )
+            # A sequence has at most a chunk in each plan.
+            in_flight = MAX_PLANS_IN_FLIGHT * self._scheduler_config().max_chunk_tokens
+            layout = plan_kv(described, config.kv, max_model_len=self.max_model_len, max_in_flight_tokens=in_flight)
         except ValueError as error:
             raise StartupFailed(f"{self.mac}: {error}") from error
         self.root = root_hash(

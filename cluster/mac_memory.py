@@ -1,6 +1,8 @@
 """How many bytes of a Mac the KV cache may take."""
 
 from cluster.config import KVConfig
+from cluster.kv.layout import KVLayout
+from cluster.kv.planner import plan_layout
 from cluster.kv.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -41,6 +43,20 @@ def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
 def layer_specs(described: worker_pb2.Description) -> list[LayerSpec]:
     """One spec for each KV cache of the model, as the worker found it."""
     return [_spec(layer) for layer in described.layers]
+
+
+def plan_kv(
+    described: worker_pb2.Description, config: KVConfig, *, max_model_len: int, max_in_flight_tokens: int
+) -> KVLayout:
+    """The layout of a Mac's KV memory. Raises what the planner raises."""
+    return plan_layout(
+        layer_specs(described),
+        kv_budget_bytes=kv_budget_bytes(described, config),
+        max_model_len=max_model_len,
+        block_size=config.block_size_tokens,
+        max_in_flight_tokens=max_in_flight_tokens,
+        hybrid=config.enable_hybrid,
+    )
 
 
 def kv_format(described: worker_pb2.Description) -> str:

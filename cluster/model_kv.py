@@ -194,7 +194,9 @@ def _told_by_list(fields: _Fields) -> list[_Kind] | None:
                 kinds = [_Kind.MAMBA2 if kind is _Kind.DELTA else kind for kind in kinds]
             return kinds
     if "full_attn_idxs" in fields:
-        full = set(fields.sequence("full_attn_idxs"))
+        full = fields.sequence("full_attn_idxs")
+        if not all(isinstance(index, int) for index in full):
+            raise fields.error(f"has full_attn_idxs {full!r}, where a list of layer numbers is expected")
         return [_Kind.FULL if i in full else _Kind.CONV for i in range(fields.number("num_hidden_layers"))]
     return None
 

@@ -18,12 +18,12 @@ class _CachingCoordinator(KVCacheCoordinator):
 
     def __init__(self, layout: KVLayout, policy: RetentionPolicy, events: EventLog) -> None:
         super().__init__(layout, policy, events)
-        # Grows when a checkpoint becomes findable: a look-up made before may find more now.
-        self.num_checkpoints = 0
+        # Grows when a state or a missing block becomes findable: a look-up made before may find more now.
+        self.num_filled = 0
 
     @property
     def _stamp(self) -> tuple[int, int, int]:
-        return self.retention.evictor.num_evicted, self.num_checkpoints, self.tree.num_splits
+        return self.retention.evictor.num_evicted, self.num_filled, self.tree.num_splits
 
     def is_current(self, computed: ComputedBlocks, hashes: bytes) -> bool:
         """Whether a look-up would find the same again. O(1)."""
@@ -59,6 +59,7 @@ class _CachingCoordinator(KVCacheCoordinator):
 
         Returns the copies to make before the next token runs; none if there is no need, or no memory that is worth it.
         """
+        assert num_tokens % self.block_size == 0, f"a state after {num_tokens} tokens is at no block's end"
         sequence, depth = self.sequences[seq_id], num_tokens // self.block_size
         if not self._state_managers or depth in sequence.pending or (sequence.tail and sequence.tail[0] == depth):
             return ()
@@ -158,6 +159,7 @@ class _CachingCoordinator(KVCacheCoordinator):
                 if known[offset] == NULL_BLOCK:
                     known[offset] = own
                     pool.cache([own])
+                    self.num_filled += 1
                     segment.thinned[group] = min(segment.thinned[group], index)
                     self.events.stored(
                         group, segment.hashes_between(index, index + 1), segment.hash_before(index), index
@@ -193,7 +195,7 @@ class _CachingCoordinator(KVCacheCoordinator):
                     group, segment.hashes_between(depth - 1, depth), segment.hash_before(depth - 1), depth - 1
                 )
             pool.free([page])
-        self.num_checkpoints += 1
+        self.num_filled += 1
         self.retention.designate(segment, kind)
 
     def _move(self, sequence: Sequence, segment: Segment, depth: int) -> None:
@@ -201,6 +203,9 @@ class _CachingCoordinator(KVCacheCoordinator):
         segment.num_cursors += 1
         left.num_cursors -= 1
         sequence.cursor, sequence.depth = segment, depth
+        segment.last_use = self.retention.clock
+        segment.priority = max(segment.priority, sequence.priority)
+        segment.pinned_until_s = max(segment.pinned_until_s, sequence.pinned_until_s)
         if left is not segment:
             # After a split nothing may be left that makes its lower part worth keeping.
             self.retention.settle(left)

@@ -108,7 +108,8 @@ class KVCacheCoordinator(ABC):
         for group, counts in enumerate(self.counts):
             counts.num_queried_tokens += len(hashes) // HASH_BYTES * self.block_size
             counts.num_hit_tokens += computed.group_hits[group] if computed.group_hits else computed.num_tokens
-        if computed.limited_by is not None:
+        if computed.limited_by is not None and computed.num_tokens < computed.num_matched_tokens:
+            # Otherwise the content itself ended: no group is to blame.
             self.counts[computed.limited_by].num_limited += 1
         started = self._start(seq_id, computed, points)
         sequence = self.sequences[seq_id]
@@ -352,7 +353,7 @@ class KVCacheCoordinator(ABC):
             if first > start:
                 end = min(first, len(table))
                 self.pools[manager.pool_id].free(reversed(table[start:end]))
-                self.retention.left_behind(sequence.cursor, start)
+                self.retention.left_behind(sequence, start)
                 table[start:end] = [NULL_BLOCK] * (end - start)
                 sequence.first_held[group] = end
 

@@ -228,7 +228,7 @@ def _attention_reason(layout: KVLayout, groups: Sequence[KVGroup]) -> str:
     width = _layer_bytes(groups[0].spec)
     if all(g.page_bytes == layout.block_size * len(g.layer_indices) * width for g in groups):
         return start + f"sharing one would take {sum(counts.values()) // math.gcd(*counts.values())} block tables."
-    return start + "cutting kinds into shorter runs would not help, as layers differ in bytes a token."
+    return start + "kinds are not cut into shorter runs, as layers differ in bytes a token."
 
 
 def _state_reason(layout: KVLayout, group: KVGroup, beside_attention: bool) -> str:

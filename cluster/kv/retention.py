@@ -52,6 +52,7 @@ class Retention:
         self._costs = PointCosts(managers, block_size)
         self._stops = StopModel()
         self._is_full_only = all(m.is_full for m in managers)
+        self._has_states = any(m.is_state for m in managers)
         self.evictor = Evictor(tree, managers, pools, events, block_size)
         # Requests started: what ages are counted in.
         self.clock = 0
@@ -135,9 +136,17 @@ class Retention:
             lost *= self._stops.first_share(kind)
         return self._policy.rank(sequence.gap, sequence.priority, 0, lost, freed)
 
-    def left_behind(self, segment: Segment, start: int) -> None:
-        """A running sequence no longer needs window blocks that lie in the segment and those above, from `start` on."""
-        self._left_behind[segment] = min(start, self._left_behind.get(segment, start))
+    def left_behind(self, sequence: Sequence, start: int) -> None:
+        """The sequence no longer needs window blocks that lie in its segment and those above, from `start` on.
+
+        They stay while memory is cheap, for prompts that part there. Where a state is needed too and none is being
+        kept, nothing can go on there any more.
+        """
+        segment = sequence.cursor
+        if self._has_states and not sequence.pending:
+            self.evictor.thin_from(segment, start)
+        else:
+            self._left_behind[segment] = min(start, self._left_behind.get(segment, start))
 
     def settle(self, segment: Segment) -> None:
         """A sequence that ended there is gone: the point can be evicted now, or goes at once if it is none."""

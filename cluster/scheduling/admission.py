@@ -1,5 +1,7 @@
 """Which requests a Mac takes at all: decided from the request and the limits alone, before anything is queued."""
 
+from math import inf
+
 from cluster.kv.layout import KVLayout
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.errors import InvalidRequest, RequestTooLong
@@ -24,6 +26,7 @@ def check_request(request: Request, config: SchedulerConfig, layout: KVLayout) -
         )
     if request.max_tokens < 0:
         raise InvalidRequest(f"request {request.request_id}: max_tokens must be at least 0, got {request.max_tokens}")
+    _check_handling(request)
     num_full_blocks = num_tokens // layout.block_size
     if len(request.block_hashes) > num_full_blocks:
         raise InvalidRequest(
@@ -43,3 +46,17 @@ def check_request(request: Request, config: SchedulerConfig, layout: KVLayout) -
             f"at max_model_len {config.max_model_len}, = {length} tokens = {num_bytes} bytes of KV cache; "
             f"it has {layout.usable_bytes}"
         )
+
+
+def _check_handling(request: Request) -> None:
+    """Ranges within which shares and ranks stay finite; the gateway's are narrower."""
+    if not 1e-6 <= request.tenant_weight <= 1e6:
+        raise InvalidRequest(
+            f"request {request.request_id}: tenant_weight must be from 1e-6 to 1e6, got {request.tenant_weight}"
+        )
+    if not -64 <= request.retention_priority <= 64:
+        raise InvalidRequest(
+            f"request {request.request_id}: retention_priority must be from -64 to 64, got {request.retention_priority}"
+        )
+    if not 0.0 <= request.pin_s < inf:
+        raise InvalidRequest(f"request {request.request_id}: pin_s must be at least 0 and finite, got {request.pin_s}")

@@ -8,11 +8,11 @@ from cluster.scheduling.live import LiveRequest
 def points_of(live: LiveRequest, computed: ComputedBlocks, block_size: int) -> dict[int, PointKind]:
     """Offsets worth resuming at: message ends, the prompt's end, and where the content parts from what is known.
 
-    Each is rounded down to a block's end.
+    Each is rounded down to a block's end. The last token of a prompt that comes again runs anew: it ends before that.
     """
     request = live.request
     wanted = [(offset, PointKind.MESSAGE) for offset in request.boundaries]
-    wanted += [(request.num_prompt_tokens, PointKind.PROMPT_END), (len(live.token_ids), PointKind.PROMPT_END)]
+    wanted += [(length - 1, PointKind.PROMPT_END) for length in (request.num_prompt_tokens, len(live.token_ids))]
     if request.boundaries:
         wanted.append((min(request.boundaries), PointKind.HEAD))
     if not computed.copies_last and computed.parts(block_size):

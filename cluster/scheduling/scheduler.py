@@ -255,9 +255,13 @@ class Scheduler:
         step.slices.append(Slice(live.seq_id, start, num_tokens, samples, new_blocks))
         if start in live.stops:
             step.checkpoint(live, start, live.stops[start])
-        elif self._kv.has_states and start >= live.kept_at + _CHECKPOINT_EVERY:
+        elif self._keeps_on_the_way(live, start):
             step.checkpoint(live, start, PointKind.INTERVAL)
         return num_tokens
+
+    def _keeps_on_the_way(self, live: LiveRequest, start: int) -> bool:
+        is_block_end = self._kv.has_states and start % self._kv.layout.block_size == 0
+        return is_block_end and start >= live.kept_at + _CHECKPOINT_EVERY
 
     def _allocate(self, live: LiveRequest, num_tokens: int, step: StepBuilder) -> GroupBlocks | None:
         """Blocks for a running request, taken from others if need be; None if it must sit this step out.

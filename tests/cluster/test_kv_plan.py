@@ -169,6 +169,11 @@ def test_errors_say_what_is_wrong(args, exit_code, message):
     [
         ("{", "can't be read as JSON"),
         ("[]", "expected a JSON object, got list"),
+        ("[" * 100_000, "can't be read as JSON"),
+        (
+            {"model_type": "lfm2", "num_hidden_layers": 2, "full_attn_idxs": [[1]]},
+            "a list of layer numbers is expected",
+        ),
         ({"model_type": "rwkv7"}, "rwkv7: config.json lacks num_hidden_layers"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "--"}, "at least one layer with a KV cache, got none"),
     ],

@@ -54,8 +54,13 @@ async def _until(condition):
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("case", "num_groups"), [("qwen3_next", 2), ("gemma3_text", 2)])
-async def test_a_mac_serves_a_hybrid_model_and_goes_on_after_a_loss_of_its_worker(case, num_groups, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "num_groups", "enable_hybrid"),
+    [("qwen3_next", 2, True), ("gemma3_text", 2, True), ("gemma3_text", 1, False)],
+)
+async def test_a_mac_serves_a_hybrid_model_and_goes_on_after_a_loss_of_its_worker(
+    case, num_groups, enable_hybrid, tmp_path
+):
     """Attention and states, or windows: tokens are those of mlx-lm before and after the worker is killed."""
     mx.disable_compile()
     model = make_model(case)
@@ -65,7 +70,9 @@ async def test_a_mac_serves_a_hybrid_model_and_goes_on_after_a_loss_of_its_worke
     prompt = scenario.prompts_of(300)[2]
     expected = scenario.reference(model, prompt, _NEW_TOKENS).tokens
     mx.enable_compile()
-    config = MacConfig(ModelConfig(str(tmp_path), "tiny"), KVConfig(cache_memory_bytes=1 << 24))
+    config = MacConfig(
+        ModelConfig(str(tmp_path), "tiny"), KVConfig(cache_memory_bytes=1 << 24, enable_hybrid=enable_hybrid)
+    )
     engine, sink = MacEngine("mac-1", config, tmp_path, tmp_path / "log", lambda: None), Sink()
     running = asyncio.create_task(engine.supervise())
     try:

@@ -3,6 +3,7 @@
 import pytest
 
 from cluster.config import KVConfig
+from cluster.kv.planner import kind_name
 from cluster.kv.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -12,7 +13,7 @@ from cluster.kv.spec import (
     SlidingWindowSpec,
     StateTensor,
 )
-from cluster.mac_memory import CPU_KV_BYTES, kv_budget_bytes, kv_format, layer_specs
+from cluster.mac_memory import CPU_KV_BYTES, kv_budget_bytes, kv_format, layer_specs, plan_kv
 from protos.cidery.worker.v1 import worker_pb2 as pb
 
 _HEADS = {"num_kv_heads": 2, "head_dim": 8, "value_head_dim": 8, "dtype": "bfloat16"}
@@ -78,3 +79,15 @@ def test_budget_is_what_is_told_or_what_the_machine_has_left():
     assert 4 << 30 < kv_budget_bytes(described, KVConfig()) < 6 << 30
     described.is_gpu = False
     assert kv_budget_bytes(described, KVConfig()) == CPU_KV_BYTES
+
+
+@pytest.mark.parametrize(
+    ("enable_hybrid", "names"), [(True, ["full-attention", "window"]), (False, ["full-attention"])]
+)
+def test_without_the_hybrid_manager_windows_keep_everything(enable_hybrid, names):
+    window = pb.Layer(kind=pb.LAYER_KIND_SLIDING_WINDOW, num_window_tokens=64, **_HEADS)
+    layers = [pb.Layer(kind=pb.LAYER_KIND_FULL_ATTENTION, **_HEADS), window]
+    described = pb.Description(layers=layers, memory_limit_bytes=1 << 24)
+    config = KVConfig(cache_memory_bytes=1 << 20, enable_hybrid=enable_hybrid)
+    layout = plan_kv(described, config, max_model_len=128, max_in_flight_tokens=32)
+    assert [kind_name(group.spec) for group in layout.groups] == names

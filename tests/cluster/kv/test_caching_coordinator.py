@@ -100,7 +100,8 @@ class TestRegistering:
         pools = kv._coordinator.pools
         assert kv._coordinator.make_room([pools[0].num_empty + 9])
         shorter = tokens[:96]
-        assert kv.get_computed_blocks(chain([*shorter, 7]), 97).num_tokens == 0
+        before = kv.get_computed_blocks(chain([*shorter, 7]), 97)
+        assert before.num_tokens == 0
         kv.take_events()
         begun(kv, 9, shorter, 96)
         stored = kv.take_events()
@@ -108,6 +109,7 @@ class TestRegistering:
             (1, index, chain(tokens)[16 * index - 16 : 16 * index] or None) for index in range(6)
         ]
         assert b"".join(e.hashes for e in stored) == chain(shorter)
+        assert not kv.is_current(before, chain([*shorter, 7])), "what was missing is back"
         assert kv.get_computed_blocks(chain([*shorter, 7]), 97).num_tokens == 96
         kv.check()
         kv.free(9, 96)
@@ -120,6 +122,13 @@ class TestRegistering:
 
 
 class TestLookup:
+    def test_content_that_nobody_has_is_no_groups_fault(self):
+        kv = kv_of([FULL, STATE], 1000)
+        begun(kv, 1, tokens_of(0, 100), 32)
+        assert [group.num_limited for group in kv.stats().groups] == [0, 0]
+        begun(kv, 2, tokens_of(0, 100), 48)
+        assert [group.num_limited for group in kv.stats().groups] == [0, 1], "the blocks were there, a state was not"
+
     def test_what_one_group_s_limit_takes_from_another_limits_the_hit(self):
         """A state was confirmed late, when the window before it had gone: each alone could go on, but nowhere both."""
         kv, tokens = kv_of([SlidingWindowSpec(1, 8, window=2 * SIZE), STATE], 60), tokens_of(0, 160)

@@ -281,6 +281,19 @@ class TestPins:
             self.other(session, number)
         assert session.lookup([*tokens, 1]).num_tokens == 160
 
+    def test_a_pin_holds_what_was_known_but_could_not_be_resumed(self):
+        """The blocks were there and no state: they are taken over while the prompt runs, and pinned with the rest."""
+        kv = kv_of([FULL, STATE], 4000, policy="lru")
+        tokens = tokens_of(0, 161)
+        Session(kv).run([*tokens, *tokens_of(900, 40)])
+        kv.start(99, kv.get_computed_blocks(chain(tokens), 161), chain(tokens), pinned_until_s=50.0, priority=3)
+        kv.allocate(99, 161)
+        kv.register(99, 0, chain(tokens))
+        path, depth = kv._coordinator.tree.match(chain(tokens), 10)
+        assert depth == 10
+        assert {(segment.pinned_until_s, segment.priority) for segment in path} == {(50.0, 3)}
+        kv.free(99, 160)
+
     def test_pins_hold_half_of_the_memory_at_most(self):
         """What ends last holds; the rest is as good as not pinned."""
         kv = kv_of([FULL], 42, policy="lru")

@@ -7,7 +7,7 @@ import pytest
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.errors import InvalidRequest, Refused, RequestTooLong
-from tests.cluster.scheduling.rig import layout_of, request_of
+from tests.cluster.scheduling.rig import Rig, layout_of, request_of
 
 CONFIG = SchedulerConfig(max_model_len=32)
 
@@ -37,6 +37,25 @@ def test_the_prompt_is_part_of_the_tokens(num_prompt_tokens):
 def test_max_tokens_is_not_negative():
     with pytest.raises(InvalidRequest, match="max_tokens must be at least 0, got -1"):
         check(request_of("a", (1, 2, 3), -1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("tenant_weight", 0.0, "from 1e-6 to 1e6"),
+        ("tenant_weight", float("nan"), "from 1e-6 to 1e6"),
+        ("tenant_weight", 5e-324, "from 1e-6 to 1e6"),
+        ("retention_priority", 2000, "from -64 to 64"),
+        ("pin_s", float("inf"), "at least 0 and finite"),
+        ("pin_s", -1.0, "at least 0 and finite"),
+    ],
+)
+def test_handling_stays_where_shares_and_ranks_are_finite(field, value, allowed):
+    rig = Rig()
+    with pytest.raises(InvalidRequest, match=f"request a: {field} must be {allowed}, got {value}"):
+        rig.scheduler.add(replace(request_of("a", (1, 2, 3)), **{field: value}), 0.0)
+    rig.scheduler.check()
+    assert not rig.scheduler.abort("a"), "nothing is left of it"
 
 
 def test_there_are_no_more_hashes_than_full_blocks():

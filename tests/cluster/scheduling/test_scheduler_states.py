@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of
 from tests.cluster.scheduling.rig import Rig, request_of, rows
 
@@ -21,6 +23,40 @@ class TestRecurrentModels:
         rig.add(request_of("b", (*prompt, *rig.tokens["a"], 7, 8, 9), 4))
         assert rows(rig.schedule())[0][0] == 128
         rig.drain()
+
+    @pytest.mark.parametrize("num_tokens", [99, 100, 101, 4, 5])
+    def test_a_prompt_sent_again_runs_its_last_block_alone(self, num_tokens):
+        """Its last token runs anew, so the state that helps is the one before that, also where a block just ends."""
+        rig = self.rig()
+        for name in "ab":
+            rig.add(request_of(name, tuple(range(num_tokens)), 2))
+            plan = rig.schedule()
+            rig.drain()
+        assert rows(plan)[0][0] == (num_tokens - 1) // 4 * 4
+
+    def test_states_on_the_way_are_kept_at_block_ends_only(self):
+        """The first place for one had no memory, and chunks have gone on at odd places since."""
+        limits = {"max_num_batched_tokens": 3, "max_chunk_tokens": 3, "max_num_seqs": 1, "max_plans_in_flight": 1}
+        rig = self.rig(**limits)
+        prompt = tuple(range(3000))
+        rig.add(request_of("a", prompt, 2))
+        pool, live = rig.kv._coordinator.pools[0], rig.scheduler._live_by_id["a"]
+        while live.num_planned < 2048:
+            rig.schedule()
+            rig.apply()
+        held = pool.allocate(pool.num_empty - 1)
+        rig.schedule()
+        rig.apply()
+        pool.free(held)
+        while live.num_planned < 2100:
+            rig.schedule()
+            rig.apply()
+        rig.add(request_of("b", (*prompt[:2100], 7, 7, 7), 2))
+        rig.abort("a")
+        # The worker looks at every state that it reads.
+        while rig.scheduler.has_work():
+            rig.schedule()
+            rig.apply()
 
     def test_a_hinted_boundary_is_shared_from_the_second_request_on(self):
         rig = self.rig()
@@ -68,7 +104,7 @@ class TestRecurrentModels:
         rig.add(request_of("a", (*system, *range(1000, 1600)), 2))
         assert rows(rig.schedule()) == [(0, 500, False)]
         rig.add(request_of("b", (*system, *range(2000, 2100)), 2))
-        assert rows(rig.schedule()) == [(500, 500, True), (0, 100, False)]
+        assert rows(rig.schedule()) == [(500, 496, False), (0, 104, False)]
         rig.drain()
 
     def test_a_state_that_nothing_is_free_for_is_not_kept(self):
