@@ -73,11 +73,26 @@ def test_a_llama_from_a_folder_gives_mlx_lms_tokens(start, tmp_path):
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
 
 
-def test_an_unsupported_family_is_refused_by_name(tmp_path):
-    folder = save(tmp_path / "random-mamba", mamba.Model(mamba.ModelArgs.from_dict(MAMBA)), MAMBA)
+def test_a_mamba_from_a_folder_gives_mlx_lms_tokens_from_its_states_too(start, tmp_path):
+    model = mamba.Model(mamba.ModelArgs.from_dict(MAMBA))
+    folder = save(tmp_path / "random-mamba", model, MAMBA)
+    tokenizer = Tokenizer(folder)
+    prompt = [5 + number * 7 % 1000 for number in range(70)]
+    expected = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=20)]
+    options = ("--kv-cache-memory", "16MiB", "--max-num-batched-tokens", "64", "--max-model-len", "512")
+    with start("--model", str(folder), *options) as served:
+        for _ in range(2):
+            answer = served.complete(prompt, max_tokens=20, temperature=0, ignore_eos=True, logprobs=0)
+            tokens = answer["choices"][0]["logprobs"]["tokens"]
+            assert tokens == [tokenizer.token_text(token) for token in expected]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+
+
+def test_a_family_that_mlx_lm_does_not_know_is_refused_by_name(tmp_path):
+    folder = save(tmp_path / "random", llama.Model(llama.ModelArgs.from_dict(LLAMA)), LLAMA | {"model_type": "unheard"})
     done = serve("--model", str(folder))
     assert done.returncode == 1
-    assert "mamba" in done.stderr
+    assert "unheard" in done.stderr
     assert "Traceback" not in done.stderr.split("worker ended")[0]
 
 
