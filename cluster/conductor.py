@@ -19,7 +19,7 @@ from cluster.errors import (
     RequestTooLong,
 )
 from cluster.handling import Handling
-from cluster.kv.hashing import hash_blocks
+from cluster.kv.hashing import hash_blocks, salt_extras
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
 from cluster.ray_calls import ActorCaller
@@ -356,7 +356,9 @@ def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Pro
         request_id=job.request_id,
         token_ids=token_ids,
         num_prompt_tokens=len(job.prompt.token_ids),
-        block_hashes=tuple(hash_blocks(job.model.root, token_ids, job.model.block_size)),
+        block_hashes=tuple(
+            hash_blocks(job.model.root, token_ids, job.model.block_size, salt_extras(job.handling.cache_salt))
+        ),
         max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=job.asked.stop_token_ids,
@@ -366,6 +368,7 @@ def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Pro
         priority=job.handling.priority,
         retention_priority=job.handling.retention_priority,
         pin_s=job.handling.pin_s,
+        cache_salt=job.handling.cache_salt,
     )
 
 

@@ -24,9 +24,10 @@ class Handling:
     retention_priority: int = 0
     pin_s: float = 0.0
     session: str = ""
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("tenant", "session"):
+        for field in ("tenant", "session", "cache_salt"):
             text = checked_text(getattr(self, field), field)
             if len(text) > MAX_TENANT_CHARACTERS:
                 limit = f"may have at most {MAX_TENANT_CHARACTERS} characters"
@@ -40,4 +41,11 @@ class Handling:
     @classmethod
     def from_proto(cls, message: handling_pb2.Handling) -> "Handling":
         """Raises InvalidRequest."""
-        return cls(message.tenant, message.priority, message.retention_priority, message.pin_s, message.session)
+        return cls(
+            message.tenant,
+            message.priority,
+            message.retention_priority,
+            message.pin_s,
+            message.session,
+            message.cache_salt,
+        )

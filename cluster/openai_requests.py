@@ -99,6 +99,7 @@ def _handling(body: Mapping[str, Any]) -> Handling:
         retention_priority=integer(body, "retention_priority") or 0,
         pin_s=number(body, "pin_s") or 0.0,
         session=typed(body, "session", str, "a string") or "",
+        cache_salt=typed(body, "cache_salt", str, "a string") or "",
     )
 
 

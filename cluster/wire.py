@@ -115,6 +115,7 @@ def request_to_open(request: Request, root_hash: BlockHash, *, ignore_eos: bool)
                 priority=request.priority,
                 retention_priority=request.retention_priority,
                 pin_s=request.pin_s,
+                cache_salt=request.cache_salt,
             ),
             tenant_weight=request.tenant_weight,
         )
@@ -140,6 +141,7 @@ def request_from_open(message: node_pb2.Open, eos_token_ids: Sequence[int]) -> R
         priority=message.handling.priority,
         retention_priority=message.handling.retention_priority,
         pin_s=message.handling.pin_s,
+        cache_salt=message.handling.cache_salt,
     )
 
 
@@ -237,6 +239,7 @@ def _new_sequence(new: NewSequence) -> worker_pb2.NewSequence:
         stop_token_ids=new.stop_token_ids,
         block_tables=_groups(new.block_tables),
         num_prompt_tokens=new.num_prompt_tokens,
+        cache_salt=new.cache_salt,
     )
 
 

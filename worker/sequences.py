@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cluster.kv.hashing import HASH_BYTES, BlockHash, hash_block, split_hashes
+from cluster.kv.hashing import HASH_BYTES, BlockHash, hash_block, salt_extras, split_hashes
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
 from worker.batch import Span
@@ -35,6 +35,7 @@ class SequenceState:
         self._layout = layout
         self._block_size = layout.block_size
         self._root = root
+        self._cache_salt: str = message.cache_salt
         self._hashes = self._known_hashes(message.block_hashes)
         self._stop_token_ids = frozenset(message.stop_token_ids)
         if not self.token_ids:
@@ -108,7 +109,8 @@ class SequenceState:
         while len(self._hashes) <= index:
             at = len(self._hashes) * size
             parent = self._hashes[-1] if self._hashes else self._root
-            self._hashes.append(hash_block(parent, self.token_ids[at : at + size]))
+            extras = salt_extras(self._cache_salt).get(len(self._hashes), ())
+            self._hashes.append(hash_block(parent, self.token_ids[at : at + size], extras))
         return self._hashes[index]
 
     def _known_hashes(self, joined: bytes) -> list[BlockHash]:

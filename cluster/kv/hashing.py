@@ -77,6 +77,11 @@ def hash_blocks(
     return cast(list[BlockHash], hashes)
 
 
+def salt_extras(salt: str) -> dict[int, tuple[str, ...]]:
+    """Extras that keep what is cached under one salt from all others; none without a salt."""
+    return {0: ("salt", salt)} if salt else {}
+
+
 def join_hashes(hashes: Iterable[BlockHash]) -> bytes:
     """The wire form: digests end to end."""
     return b"".join(hashes)

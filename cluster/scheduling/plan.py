@@ -26,6 +26,8 @@ class NewSequence:
     block_tables: GroupBlocks
     # Of token_ids; the rest was generated.
     num_prompt_tokens: int
+    # Part of the first block's hash.
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ class Request:
     # How much longer than others its prefix is worth keeping (a step doubles), and for how long in any case.
     retention_priority: int = 0
     pin_s: float = 0.0
+    # Is part of block_hashes already; for the blocks that the Mac fills itself.
+    cache_salt: str = ""
 
 
 class Finish(Enum):

@@ -68,6 +68,7 @@ class StepBuilder:
                 stop_token_ids=request.stop_token_ids,
                 block_tables=started.tables,
                 num_prompt_tokens=request.num_prompt_tokens,
+                cache_salt=request.cache_salt,
             )
         )
 

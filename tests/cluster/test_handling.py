@@ -12,8 +12,10 @@ def test_nothing_said_is_the_default():
 
 
 def test_everything_said_arrives():
-    message = handling_pb2.Handling(tenant="research", priority=-100, retention_priority=8, pin_s=0.5, session="s")
-    assert Handling.from_proto(message) == Handling("research", -100, 8, 0.5, "s")
+    message = handling_pb2.Handling(
+        tenant="research", priority=-100, retention_priority=8, pin_s=0.5, session="s", cache_salt="c"
+    )
+    assert Handling.from_proto(message) == Handling("research", -100, 8, 0.5, "s", "c")
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_all_of_a_request_is_understood():
         "priority": -3,
         "retention_priority": 2,
         "pin_s": 60,
+        "cache_salt": "c",
         "n": 3,
         "frequency_penalty": 0.5,
         "presence_penalty": -1,
@@ -102,7 +103,7 @@ def test_all_of_a_request_is_understood():
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0.5, 4, 0.1)
     assert (sampling.seed, sampling.max_tokens, sampling.stop, sampling.stop_token_ids) == (9, 6, ("x",), (3,))
     assert (sampling.ignore_eos, sampling.num_top_logprobs) == (True, 2)
-    assert common.handling == Handling("research", -3, 2, 60.0)
+    assert common.handling == Handling("research", -3, 2, 60.0, cache_salt="c")
     assert common.num_answers == 3
     assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.1)
     assert (sampling.logit_bias, sampling.min_tokens) == (((7, -100.0), (8, 2.5)), 4)

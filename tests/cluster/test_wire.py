@@ -75,6 +75,7 @@ ROOT = BlockHash(b"r" * 16)
         priority=st.integers(-100, 100),
         retention_priority=st.integers(-8, 8),
         pin_s=st.floats(0.0, 1e6),
+        cache_salt=st.text(max_size=20),
     )
 )
 def test_a_request_arrives_as_it_was_sent(request):

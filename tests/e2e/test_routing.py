@@ -2,7 +2,10 @@
 
 import time
 
+import grpc
 import pytest
+
+from protos.cidery.v1 import inference_pb2, inference_pb2_grpc
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -88,3 +91,31 @@ def test_unknown_macs_and_requests_are_named(three_macs):
     assert "mac-99" in drain.json()["error"]["message"]
     assert unknown.status_code == 404
     assert missing.status_code == 400
+
+
+def test_what_is_cached_under_one_salt_is_not_found_under_another(three_macs):
+    """The prompt is shorter than a block, so the first block is filled, and hashed, by a worker."""
+    prompt = [7, 8, 9, 10, 11]
+    fields = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    tokens = three_macs.complete(prompt, cache_salt="one", logprobs=0, **fields)
+    assert tokens["usage"]["completion_tokens"] == 40
+    answer = oracle_tokens(three_macs, prompt)
+
+    def cached(salt: str) -> int:
+        usage = three_macs.complete([*prompt, *answer[:30]], cache_salt=salt, **fields)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("two"), cached("one"), cached("")] == [0, 32, 0]
+    assert [cached("two"), cached("one"), cached("")] == [32, 32, 32]
+
+
+def oracle_tokens(served, prompt: list[int]) -> list[int]:
+    """The greedy continuation, as ids, by gRPC, which has them; under a salt of its own."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        request = inference_pb2.GenerateRequest(
+            token_ids={"ids": prompt},
+            sampling={"max_tokens": 40, "temperature": 0, "ignore_eos": True},
+            handling={"cache_salt": "oracle"},
+        )
+        chunks = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        return [token for chunk in chunks for token in chunk.chunk.token_ids]

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/cidery/v1/handling.proto\x12\tcidery.v1\"h\n\x08Handling\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x11\x12\x1a\n\x12retention_priority\x18\x03 \x01(\x11\x12\r\n\x05pin_s\x18\x04 \x01(\x01\x12\x0f\n\x07session\x18\x05 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/cidery/v1/handling.proto\x12\tcidery.v1\"|\n\x08Handling\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x11\x12\x1a\n\x12retention_priority\x18\x03 \x01(\x11\x12\r\n\x05pin_s\x18\x04 \x01(\x01\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cidery.v1.handling_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HANDLING']._serialized_start=46
-  _globals['_HANDLING']._serialized_end=150
+  _globals['_HANDLING']._serialized_end=170
 # @@protoc_insertion_point(module_scope)

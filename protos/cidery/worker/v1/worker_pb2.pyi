@@ -110,7 +110,7 @@ class GroupBlocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("seq_id", "token_ids", "block_hashes", "sampling", "stop_token_ids", "block_tables", "num_prompt_tokens")
+    __slots__ = ("seq_id", "token_ids", "block_hashes", "sampling", "stop_token_ids", "block_tables", "num_prompt_tokens", "cache_salt")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class NewSequence(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hashes: bytes
@@ -125,7 +126,8 @@ class NewSequence(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_tables: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     num_prompt_tokens: int
-    def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_tables: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_tables: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Slice(_message.Message):
     __slots__ = ("seq_id", "start", "num_tokens", "samples", "new_blocks")
