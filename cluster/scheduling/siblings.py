@@ -11,8 +11,11 @@ from cluster.scheduling.live import LiveRequest
 def waits_for_blocks(
     block_size: int, live: LiveRequest, computed: ComputedBlocks, running: Iterable[LiveRequest]
 ) -> bool:
-    """Whether a running prefill will soon have computed the first block that `live` lacks. O(running)."""
-    depth = computed.num_matched_tokens // block_size
+    """Whether a running prefill will soon have computed the block at which `live` could go on. O(running).
+
+    Content that is known, but whose window is gone, counts as lacking.
+    """
+    depth = computed.num_tokens // block_size
     wanted = _hash_at(live, depth)
     if not wanted or (depth + 1) * block_size > len(live.token_ids) - 1:
         return False

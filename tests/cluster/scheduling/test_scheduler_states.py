@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of
+from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of, window
 from tests.cluster.scheduling.rig import Rig, request_of, rows
 
 
@@ -129,3 +129,23 @@ class TestRecurrentModels:
         rig.add(request_of("b", prompt, 1))
         assert rows(rig.schedule())[0][0] >= 2048
         rig.drain()
+
+
+class TestWindows:
+    def test_siblings_wait_for_windows_that_come_back_too(self):
+        """Their content is known and its windows are gone: it is computed again, once."""
+        limits = {"max_num_batched_tokens": 64, "max_chunk_tokens": 32, "max_num_seqs": 8}
+        layout = layout_of([FULL, window(65)], 600, max_model_len=600)
+        rig = Rig(layout=layout, checked=False, max_model_len=600, **limits)
+        prompt = tuple(range(300))
+        rig.add(request_of("before", prompt, 2))
+        rig.drain()
+        coordinator = rig.kv._coordinator
+        for segment in list(coordinator.tree.walk()):
+            coordinator.retention.evictor.thin(segment)
+        rig.present = set(rig.kv.snapshot())
+        num_run = rig.worker.num_run_tokens
+        for number, name in enumerate("abc", start=1):
+            rig.add(request_of(name, (*prompt[:200], *range(1000 * number, 1000 * number + 20)), 2))
+        rig.drain()
+        assert rig.worker.num_run_tokens - num_run <= 200 + 3 * 22
