@@ -246,3 +246,22 @@ def test_looks_for_a_state_as_far_back_as_it_is() -> None:
         index.open(slot)
         index.load(slot, 0, [b"".join(hashes), b"".join(states)])
     assert sorted(index.match(hashes, 300 * SIZE + 1, 7).resumable) == [(1, 160), (2, 3_680)]
+
+
+def test_a_state_at_the_very_first_block_is_found() -> None:
+    index = PrefixIndex(groups_of([FULL, STATE]), SIZE)
+    hashes = chain(6)
+    index.open(0)
+    index.load(0, 0, [b"".join(hashes), hashes[0]])
+    assert index.match(hashes, 6 * SIZE + 1, 1).resumable == [(1, 16)]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2, 5, 6, 7])
+def test_sinks_and_window_must_both_be_there(missing: int) -> None:
+    groups, hashes = groups_of([FULL, SINKS]), chain(8)
+    index = PrefixIndex(groups, SIZE)
+    index.open(0)
+    index.load(0, 0, [b"".join(hashes), b"".join(h for at, h in enumerate(hashes) if at != missing)])
+    present = [b"\x01" * 8, bytes(at != missing for at in range(8))]
+    expected = resumable_tokens(groups, present, 8 * SIZE + 1)
+    assert sum(tokens for _, tokens in index.match(hashes, 8 * SIZE + 1, 1).resumable) == expected

@@ -267,6 +267,17 @@ class TestRouting:
         assert fleet.loads()[decisions[0].mac] == (10, 10 * 8, 0), "each still has the tokens after its last full block"
         assert fleet.route(prompt).mac == decisions[0].mac
 
+    def test_a_prompt_under_way_counts_beside_what_the_mac_and_others_hold(self, fleet, prompt_of, hashes_of) -> None:
+        """One Mac holds all but the last block, the other a little and is computing the rest."""
+        prompt = prompt_of((1, 321))
+        fleet.add("a", holds=hashes_of(prompt)[:19])
+        fleet.add("b", holds=hashes_of(prompt)[:2])
+        fleet.router.drain("a")
+        assert fleet.route(prompt).mac == "b"
+        fleet.router.resume("a")
+        found = fleet.candidates(fleet.route(prompt))
+        assert {name: each.num_matched_tokens for name, each in found.items()} == {"a": 304, "b": 320}
+
     def test_expected_blocks_end_with_the_request(self, fleet, prompt_of) -> None:
         prompt = prompt_of((1, 320))
         fleet.add("a")

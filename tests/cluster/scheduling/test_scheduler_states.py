@@ -143,6 +143,7 @@ class TestWindows:
         coordinator = rig.kv._coordinator
         for segment in list(coordinator.tree.walk()):
             coordinator.retention.evictor.thin(segment)
+        rig.kv.take_events()
         rig.present = set(rig.kv.snapshot())
         num_run = rig.worker.num_run_tokens
         for number, name in enumerate("abc", start=1):
