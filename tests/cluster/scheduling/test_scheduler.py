@@ -346,3 +346,38 @@ class TestPrefixCache:
             rig.add(request_of(name, tuple(range(10)), 2))
             rig.drain()
         assert rig.scheduler.stats().num_cached_tokens == 0
+
+
+class TestOverdue:
+    """A minute is what priorities are worth; a flood of a higher one starves nobody."""
+
+    def test_who_has_waited_a_minute_goes_before_a_flood(self):
+        rig = Rig(max_num_seqs=1)
+        rig.add(replace(request_of("low", (1, 2, 3), 2), priority=-5))
+        number = 0
+        while "low" not in rig.finished:
+            rig.add(replace(request_of(f"high{number}", (5, 6, number), 2), priority=100))
+            number += 1
+            rig.now_s += 1.0
+            rig.schedule()
+            while rig.results:
+                rig.apply()
+            assert rig.now_s < 70.0
+        assert rig.now_s > 60.0, "priorities are strict until then"
+
+    def test_who_was_preempted_comes_back_and_is_not_preempted_by_the_flood_again(self):
+        rig = Rig(num_blocks=5, max_num_seqs=2, max_plans_in_flight=1)
+        rig.add(replace(request_of("low", (1, 2, 3), 12), priority=-5))
+        rig.schedule()
+        rig.apply()
+        number = 0
+        while "low" not in rig.finished:
+            if rig.scheduler.num_waiting < 3:
+                rig.add(replace(request_of(f"high{number}", tuple(range(number, number + 9)), 8), priority=100))
+                number += 1
+            rig.now_s += 1.0
+            rig.schedule()
+            while rig.results:
+                rig.apply()
+            assert rig.now_s < 200.0
+        assert rig.scheduler.stats().num_preemptions > 0
