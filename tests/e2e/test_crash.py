@@ -133,7 +133,8 @@ def test_a_killed_router_learns_the_fleet_anew(fleet):
     assert second["choices"] == first["choices"]
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
     third = fleet.complete(**fields)
-    assert third["cidery"]["mac"] == first["cidery"]["mac"]
+    # The second may have gone by load alone, so two Macs may hold it now.
+    assert third["cidery"]["mac"] in (first["cidery"]["mac"], second["cidery"]["mac"])
     assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
     decision = fleet.client.get("/admin/explain", params={"request_id": third["id"]}).json()
     assert {each["mac"]: each["num_matched_tokens"] for each in decision["candidates"]}[decision["chosen"]] == 192
