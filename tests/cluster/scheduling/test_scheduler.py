@@ -358,7 +358,7 @@ class TestOverdue:
         while "low" not in rig.finished:
             rig.add(replace(request_of(f"high{number}", (5, 6, number), 2), priority=100))
             number += 1
-            rig.now_s += 1.0
+            rig.now_s += 0.5
             rig.schedule()
             while rig.results:
                 rig.apply()
