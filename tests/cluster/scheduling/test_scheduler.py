@@ -365,6 +365,15 @@ class TestOverdue:
             assert rig.now_s < 70.0
         assert rig.now_s > 60.0, "priorities are strict until then"
 
+    def test_nobody_is_looked_at_twice_in_a_second(self):
+        rig = Rig(max_num_seqs=1)
+        for name in "ab":
+            rig.scheduler.add(request_of(name, (1, 2, 3)), 0.0)
+        assert rig.scheduler.schedule(60.0) is not None
+        rig.scheduler.schedule(60.5)
+        (waiting,) = rig.scheduler._waiting
+        assert not waiting.is_overdue, "the next look is at 61"
+
     def test_who_was_preempted_comes_back_and_is_not_preempted_by_the_flood_again(self):
         rig = Rig(num_blocks=5, max_num_seqs=2, max_plans_in_flight=1)
         rig.add(replace(request_of("low", (1, 2, 3), 12), priority=-5))
