@@ -8,11 +8,6 @@ from cluster.kv.sequence import ComputedBlocks
 from cluster.scheduling.errors import ProtocolError
 from cluster.scheduling.request import Request
 
-# Above what any request may ask for.
-OVERDUE_PRIORITY = 1_000_000
-# Priorities hold for so long; then who waits goes first.
-PATIENCE_S = 60.0
-
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
@@ -39,7 +34,6 @@ class LiveRequest:
     # The most that was planned of it before it had to wait again.
     num_run: int = 0
     is_running: bool = False
-    is_overdue: bool = False
     # The worker's name for it, new at every admission; 0 before the first, an id that the worker never sees.
     seq_id: int = 0
     # The newest plan that has a row of it.
@@ -66,12 +60,8 @@ class LiveRequest:
 
     @property
     def priority(self) -> int:
-        """Higher goes first; above all that a request can ask for once it has waited too long."""
-        return OVERDUE_PRIORITY if self.is_overdue else self.request.priority
-
-    def is_late(self, now_s: float) -> bool:
-        """Whether it has been here so long that its priority no longer matters."""
-        return not self.is_overdue and now_s - self.arrival_s > PATIENCE_S
+        """Higher goes first."""
+        return self.request.priority
 
     @property
     def cost_tokens(self) -> int:

@@ -31,7 +31,6 @@ from cluster.scheduling.waiting import WaitingQueue
 
 # Waiting requests that one step looks at beyond those that wait for a sibling.
 _MAX_PASSED_OVER = 64
-_PROMOTION_EVERY_S = 1.0
 # Tokens of a long prefill between two states kept on the way, as long as memory lies idle.
 _CHECKPOINT_EVERY = 2048
 
@@ -55,7 +54,6 @@ class Scheduler:
         self._waits_for_sibling = partial(waits_for_state if kv.has_states else waits_for_blocks, kv.layout.block_size)
         self._resizes: list[PoolResize] = []
         self._next_seq_id = 1
-        self._next_promotion_s = 0.0
         self._num_preemptions = 0
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
@@ -116,7 +114,6 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens - len(step.slices)
         budget = self._plan_prefills(prefilling, budget, step)
         if self._waiting:
-            self._promote_overdue(now_s)
             self._admit(budget, step, now_s)
         if not step.slices:
             return None
@@ -295,20 +292,6 @@ class Scheduler:
         self._waiting.push_front(live)
         self._num_waiting_tokens += live.cost_tokens
         self._num_preemptions += 1
-
-    def _promote_overdue(self, now_s: float) -> None:
-        """Who has waited too long goes before all others from now on, so that no flood of a higher priority starves it.
-
-        O(waiting), once a second.
-        """
-        if now_s < self._next_promotion_s:
-            return
-        self._next_promotion_s = now_s + _PROMOTION_EVERY_S
-        for live in [each for each in self._waiting if each.is_late(now_s)]:
-            self._waiting.remove(live)
-            live.is_overdue = True
-            # A preempted one has been paid for.
-            (self._waiting.push if live.queue_s is None else self._waiting.push_front)(live)
 
     def _admit(self, budget: int, step: StepBuilder, now_s: float) -> None:
         """Let waiting requests in, in the queue's order, as long as all their known tokens fit.

@@ -1,11 +1,10 @@
 """Requests not yet admitted: whose turn it is among priorities, tenants and arrivals.
 
-Priorities are strict tiers; the scheduler sees to it that nobody stays in a low one for ever. Within a tier, tenants
-share by start-time fair queuing (Goyal, Vin and Cheng, 1996): an admission moves its tenant's virtual time on by
-cost_tokens / weight, and the tenant with the lowest is next. A tenant that comes (back) starts no lower than the tier's
-virtual time, so it has its share at once, but no more for the time it was away. That time is the start of the tier's
-last admission or, if lower, of the next one: admissions charged at far more than they cost, and refunded later, would
-else leave it ahead of everyone and make newcomers wait for it.
+Priorities are strict tiers. Within a tier, tenants share by start-time fair queuing (Goyal, Vin and Cheng, 1996): an
+admission moves its tenant's virtual time on by cost_tokens / weight, and the tenant with the lowest is next. A tenant
+that comes (back) starts no lower than the tier's virtual time, so it has its share at once, but no more for the time it
+was away. That time is the start of the tier's last admission or, if lower, of the next one: admissions charged at far
+more than they cost, and refunded later, would else leave it ahead of everyone and make newcomers wait for it.
 
 A tenant has a virtual time of its own in every tier. With one for all of them, what it got in a higher tier would be
 debt in a lower one, and a long wait in a lower one credit in a higher: without bound, as tiers can wait for ever.
