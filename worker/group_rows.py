@@ -69,11 +69,6 @@ class DecodeGroup:
         """`block_tables` for a kernel."""
         return mx.array(self.block_tables)
 
-    @cached_property
-    def context_len_array(self) -> mx.array:
-        """`context_lens` for a kernel."""
-        return mx.array(self.context_lens)
-
     def gather_index(self, num_kv_heads: int) -> mx.array:
         """Pool rows of every key of the group, `[rows, num_kv_heads, max_blocks]`."""
         if num_kv_heads not in self._gather:

@@ -133,10 +133,7 @@ def standing_of(
     start_s, beside_s = _in_line(wait_s, longest_s, bounds.max_num_batched_tokens // bounds.max_chunk_tokens)
     chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
     context = prefill_work / 2 / num_prefill_tokens if num_prefill_tokens else 0.0
-    busy = min(_MOST_BUSY, recent_work_s / _BUSY_S)
-    crowd = busy / (1.0 - busy)
-    hot = min(1.0, hot_tokens / bounds.token_capacity)
-    pressure = config.work_weight + config.crowd_weight * crowd + config.pressure_weight * hot
+    pressure = _pressure(config, recent_work_s, hot_tokens / bounds.token_capacity)
     stall = config.stall_weight * num_decoding
     # Rows that decode end before a long prompt does: a step of it is one token of theirs.
     stall_tokens = num_output_tokens / 2 * chunk
@@ -166,6 +163,13 @@ def standing_of(
         context_tokens=decode_context_tokens + num_prefill_tokens,
         token_capacity=bounds.token_capacity,
     )
+
+
+def _pressure(config: RoutingConfig, recent_work_s: float, hot_share: float) -> float:
+    """What a second of work costs those who come later, by how busy the Mac was of late and how full of wanted KV."""
+    busy = min(_MOST_BUSY, recent_work_s / _BUSY_S)
+    crowd = busy / (1.0 - busy)
+    return config.work_weight + config.crowd_weight * crowd + config.pressure_weight * min(1.0, hot_share)
 
 
 def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:

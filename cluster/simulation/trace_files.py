@@ -10,7 +10,6 @@ Every reader refuses a line that it does not understand, by its number.
 import gzip
 import json
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +85,6 @@ def read_trace(path: Path) -> Trace:
         "is of no known format: a Mooncake trace has hash_ids, agent sessions have requests, a request log has cidery; "
         f"this has {', '.join(first.fields)}"
     )
-
-
-def whole_blocks(keys: "list[int] | array[int]", num_tokens: int, block_size: int) -> int:
-    """How many of the keys stand for blocks that these tokens fill."""
-    return min(len(keys), num_tokens // block_size)
 
 
 def _chained(first: Line, rest: Iterator[Line]) -> Iterator[Line]:

@@ -94,11 +94,13 @@ def test_a_file_that_cant_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full to stand for a full disk")
-def test_a_full_disk_ends_the_log_and_nothing_else() -> None:
+def test_a_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     log = RequestLog("/dev/full")
     write(log, [1] * 64, [])
     write(log, [1] * 64, [])
     log.close()
+    ended = [record for record in caplog.records if "request log ends path=/dev/full" in record.getMessage()]
+    assert len(ended) == 1, "said once, not at every request"
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,14 @@ class TestRecurrentModels:
         while live.num_planned < 2100:
             rig.schedule()
             rig.apply()
-        rig.add(request_of("b", (*prompt[:2100], 7, 7, 7), 2))
+        rig.add(request_of("b", (*prompt[:2060], 7, 7, 7), 2))
         rig.abort("a")
         # The worker looks at every state that it reads.
+        starts = []
         while rig.scheduler.has_work():
-            rig.schedule()
+            starts += [start for start, _, _ in rows(rig.schedule())]
             rig.apply()
+        assert starts[0] == 2052, "the first block end after the memory was back"
 
     def test_a_hinted_boundary_is_shared_from_the_second_request_on(self):
         rig = self.rig()
