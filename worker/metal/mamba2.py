@@ -15,6 +15,7 @@ import mlx.core as mx
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.gated_delta import simdgroups_together
 from worker.metal.state_rows import StateRows, token_or_none
+from worker.metal.state_source import chunk_prologue, step_prologue
 
 _LANES = 32
 _MAX_STATE_DIM = 256
@@ -27,35 +28,13 @@ _TILE_ELEMENTS = 1024
 
 # Every access to the pool goes through one pointer that may write; a lane loads what it owns before it stores any. As
 # y = S C after the change is (S C before it) + dt x (B C), the sum over S does not wait for the change.
-STEP_SOURCE = r"""
+STEP_SOURCE = (
+    r"""
   typedef metal::vec<float, VEC> Vec;
   constexpr int PARTS = DS / (32 * VEC);
-  const int sequence = threadgroup_position_in_grid.z;
-  const int head = threadgroup_position_in_grid.y;
-  const int group = head / (H / G);
-  const int lane = thread_index_in_simdgroup;
-  const int top = (threadgroup_position_in_grid.x * NSG + simdgroup_index_in_threadgroup) * ROWS;
-  const int64_t row = sequences[sequence * 4];
-  const int64_t slot = sequences[sequence * 4 + 2];
-  const bool fresh = sequences[sequence * 4 + 3] != 0;
-  const int64_t y_at = (row * H + head) * DH + top;
-  if (sequence == 0 && head == 0 && top == 0 && lane == 0) {
-    token[0] = 0;
-  }
-  if (slot < 0) {
-    if (lane < ROWS) {
-      y[y_at + lane] = T(0.0f);
-    }
-    return;
-  }
-  device Vec* states = (device Vec*)pool + ((slot * H + head) * DH + top) * (DS / VEC) + lane;
-
-  Vec state[ROWS][PARTS];
-  for (int r = 0; r < ROWS; r++) {
-    for (int n = 0; n < PARTS; n++) {
-      state[r][n] = fresh ? Vec(0.0f) : states[r * (DS / VEC) + n * 32];
-    }
-  }
+"""
+    + step_prologue("H", "DH", "DS")
+    + r"""  const int group = head / (H / G);
   const float raw = float(dt_rows[row * dt_rows_strides[0] + head * dt_rows_strides[1]]) +
       float(dt_bias[head * dt_bias_strides[0]]);
   const float softplus = metal::max(raw, 0.0f) + log1p(metal::exp(-metal::abs(raw)));
@@ -95,43 +74,16 @@ STEP_SOURCE = r"""
     }
   }
 """
+)
 
-# Lane `part` of a state row holds groups of four elements, every LPR-th group: no two lanes meet in a bank.
-CHUNK_SOURCE = r"""
+CHUNK_SOURCE = (
+    r"""
   constexpr int GROUPS = DS / 4;
   constexpr int PARTS = GROUPS / LPR;
   constexpr int ROWS = 32 / LPR;
-  const int sequence = threadgroup_position_in_grid.z;
-  const int head = threadgroup_position_in_grid.y;
-  const int group = head / (H / G);
-  const int lane = thread_index_in_simdgroup;
-  const int part = lane % LPR;
-  const int in_tile = simdgroup_index_in_threadgroup * ROWS + lane / LPR;
-  const int top = threadgroup_position_in_grid.x * NSG * ROWS;
-  const int64_t first = sequences[sequence * 4];
-  const int num_rows = sequences[sequence * 4 + 1];
-  const int64_t slot = sequences[sequence * 4 + 2];
-  const bool fresh = sequences[sequence * 4 + 3] != 0;
-  if (sequence == 0 && head == 0 && top == 0 && thread_index_in_threadgroup == 0) {
-    token[0] = 0;
-  }
-  if (slot < 0) {
-    for (int t = 0; t < num_rows; t++) {
-      if (part == 0) {
-        y[((first + t) * H + head) * DH + top + in_tile] = T(0.0f);
-      }
-    }
-    return;
-  }
-  if (num_rows == 0) {
-    return;
-  }
-  device float4* states = (device float4*)pool + ((slot * H + head) * DH + top + in_tile) * GROUPS + part;
-
-  float4 state[PARTS];
-  for (int n = 0; n < PARTS; n++) {
-    state[n] = fresh ? float4(0.0f) : states[n * LPR];
-  }
+"""
+    + chunk_prologue("H", "DH", "DS")
+    + r"""  const int group = head / (H / G);
   threadgroup float4 staged_b[TILE * GROUPS];
   threadgroup float4 staged_c[TILE * GROUPS];
   threadgroup float staged_x[TILE * NSG * ROWS];
@@ -195,6 +147,7 @@ CHUNK_SOURCE = r"""
     states[n * LPR] = state[n];
   }
 """
+)
 
 _INPUTS = [
     "x_rows",
