@@ -173,11 +173,6 @@ class KVCacheManager:
         """Blocks that can be found by hash, whether or not a live sequence holds them."""
         return sum(pool.num_cached for pool in self._coordinator.pools.pools)
 
-    @property
-    def usage(self) -> float:
-        """Share of the usable bytes that live sequences hold, 0 to 1."""
-        return self.used_bytes / self.layout.usable_bytes
-
     def stats(self) -> KVStats:
         """Bytes by state and counts by group. O(groups)."""
         coordinator = self._coordinator

@@ -192,3 +192,17 @@ class TestLookup:
         kv.release_sources()
         kv.check()
         assert kv.num_used_blocks == 4
+
+
+class TestLookahead:
+    def test_speculative_slots_are_there_before_their_tokens(self):
+        """Room for rows that may be rejected; they are written again without a new block. Never beyond the context."""
+        kv = kv_of([FULL, WINDOW], 400)
+        kv.start(1, kv.get_computed_blocks(b"", 30), b"")
+        assert {group: len(ids) for group, ids in kv.allocate(1, 30, num_lookahead=4).items()} == {0: 3, 1: 3}
+        assert kv.allocate(1, 34, 30) == {}
+        assert {group: len(ids) for group, ids in kv.allocate(1, 48, 40, num_lookahead=9).items()} == {0: 1, 1: 1}
+        assert kv.allocate(1, 63, 60, num_lookahead=9) == {}, "a context of 64 tokens has no fifth block"
+        kv.check()
+        kv.free(1, 63)
+        assert kv.used_bytes == 0

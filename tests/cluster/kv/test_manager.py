@@ -189,11 +189,11 @@ class TestCounts:
     def test_blocks_are_free_or_used(self):
         kv = kv_of([FULL, STATE], 1000)
         num_blocks = kv.num_blocks
-        assert (kv.num_free_blocks, kv.num_used_blocks, kv.usage) == (num_blocks, 0, 0.0)
+        assert (kv.num_free_blocks, kv.num_used_blocks, kv.used_bytes) == (num_blocks, 0, 0)
         kv.start(1, kv.get_computed_blocks(b"", 33), chain(tokens_of(0, 33)))
         kv.allocate(1, 33)
         assert (kv.num_free_blocks, kv.num_used_blocks) == (num_blocks - 4, 4)
-        assert kv.usage == kv.used_bytes / kv.layout.usable_bytes > 0
+        assert 0 < kv.used_bytes <= kv.layout.usable_bytes
         assert kv.used_bytes + kv.free_bytes == kv.layout.usable_bytes
         assert kv.block_bytes == SIZE * FULL.token_bytes
 
