@@ -21,6 +21,7 @@ from cluster.kv.manager import KVCacheManager
 from cluster.mac_memory import kv_format, plan_kv
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.routing.speed import StepSample
+from cluster.sampling import with_speculation
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.request import Update
@@ -168,6 +169,7 @@ class MacEngine:
         if message.root_hash != self.root:
             raise InvalidRequest("root_hash", f"the gateway's model, tokenizer or block size differs from {self.mac}'s")
         request = wire.request_from_open(message, self.described.eos_token_ids)
+        request = replace(request, sampling=with_speculation(request.sampling, self._config.speculation))
         rules = request.sampling.rules
         if rules.grammar and not self.described.eos_token_ids:
             raise InvalidRequest("grammar", "the model has no end token, which is what follows a complete answer")
@@ -191,7 +193,9 @@ class MacEngine:
 
     async def _run_worker(self) -> None:
         """From the start of one worker to its end."""
-        worker = await WorkerProcess.start(self._config.model, self._folder, self._log_path)
+        worker = await WorkerProcess.start(
+            self._config.model, self._folder, self._log_path, speculation=self._config.speculation
+        )
         self._worker = worker
         try:
             described = await worker.connect()
@@ -296,6 +300,7 @@ class MacEngine:
             max_model_len=self.max_model_len,
             max_waiting=batch.max_waiting,
             max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
+            num_speculative_tokens=self._config.speculation.max_drafts,
         )
 
     def _pump(self) -> None:

@@ -11,7 +11,7 @@ from asyncio import StreamReader, StreamWriter
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
-from cluster.config import ModelConfig
+from cluster.config import ModelConfig, SpeculationConfig
 from cluster.errors import StartupFailed
 from protos.cidery.worker.v1 import worker_pb2
 
@@ -34,14 +34,21 @@ class WorkerProcess:
         self._writer: StreamWriter | None = None
 
     @classmethod
-    async def start(cls, model: ModelConfig, model_folder: Path, log_path: Path) -> "WorkerProcess":
+    async def start(
+        cls, model: ModelConfig, model_folder: Path, log_path: Path, *, speculation: SpeculationConfig | None = None
+    ) -> "WorkerProcess":
         """Starts the child; `connect` waits until it has its model. Its output goes to `log_path`."""
+        guessing: list[str] = []
+        if speculation is not None and speculation.max_drafts:
+            guessing = ["--num-speculative-tokens", str(speculation.max_drafts)]
+            if speculation.draft_model is not None:
+                guessing += ["--draft-model", speculation.draft_model]
         # A short path: the limit is 103 bytes on macOS.
         socket = Path(tempfile.mkdtemp(prefix="cidery-", dir="/tmp")) / "worker.sock"
         with log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "worker", "--model", str(model_folder), "--dtype", model.dtype),
-                *("--socket", str(socket), "--exit-with-stdin"),
+                *("--socket", str(socket), "--exit-with-stdin", *guessing),
                 stdin=PIPE,
                 stdout=output,
                 stderr=output,

@@ -44,6 +44,8 @@ def _parse() -> WorkerConfig:
     parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
+    parser.add_argument("--num-speculative-tokens", type=int, default=0, help="tokens that a sequence may guess a step")
+    parser.add_argument("--draft-model", help="directory or hub id of a smaller model that guesses too")
     parser.add_argument(
         "--exit-with-stdin", dest="exits_with_stdin", action="store_true", help="end when standard input does"
     )
@@ -114,6 +116,7 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     from worker.engine import Engine
     from worker.grammar import GrammarTable
     from worker.metal.dispatch import choose_kernels
+    from worker.speculation import Speculation
 
     machine.prepare()
     loaded = models.load(config.model, dtype=config.dtype)
@@ -121,7 +124,11 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
     engine = Engine(
-        loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes(), grammars=grammars
+        loaded,
+        choose_kernels(loaded.layers),
+        memory_limit_bytes=machine.memory_limit_bytes(),
+        grammars=grammars,
+        speculation=Speculation(max_drafts=config.num_speculative_tokens, has_states=loaded.has_states),
     )
     if loaded.unreviewed:
         trial.verify(engine, loaded)

@@ -27,7 +27,8 @@ from worker.shared_prefix import SharedPrefix, find_shared_prefix
 class Span:
     """Positions `[start, start + len(token_ids))` of one sequence, with the block table that covers them.
 
-    `block_table` is that of the first group whose tokens are all kept; `tables` are those of every group.
+    `block_table` is that of the first group whose tokens are all kept; `tables` are those of every group. The last
+    `num_drafts` tokens are guesses: a span that samples does so behind each of them, and behind the token before.
     """
 
     token_ids: Sequence[int]
@@ -35,6 +36,12 @@ class Span:
     block_table: Sequence[int]
     samples: bool
     tables: Sequence[Sequence[int]] = ()
+    num_drafts: int = 0
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The guesses."""
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
     @property
     def end(self) -> int:
@@ -46,7 +53,7 @@ class Span:
 class Part:
     """Rows that a recurrent mixer can run at once: of sequences that have as many tokens, `[len(spans), num_tokens]`.
 
-    `is_fresh`: the sequences begin here and have no state yet.
+    `is_fresh`: the sequences begin here and have no state yet. `has_drafts`: some of the tokens are guesses.
     """
 
     first: int
@@ -54,6 +61,7 @@ class Part:
     spans: tuple[int, ...]
     num_tokens: int
     is_fresh: bool
+    has_drafts: bool = False
 
 
 class Batch:
@@ -123,7 +131,8 @@ class Batch:
         for (num_tokens, is_fresh), run in groupby(spans, key=lambda row: (len(row[1].token_ids), row[1].start == 0)):
             indices = tuple(index for index, _ in run)
             last = first + num_tokens * len(indices)
-            parts.append(Part(first, last, indices, num_tokens, is_fresh))
+            has_drafts = any(self.spans[index].num_drafts for index in indices)
+            parts.append(Part(first, last, indices, num_tokens, is_fresh, has_drafts))
             first = last
         return parts
 
@@ -174,11 +183,12 @@ class Batch:
         return positions_of(self.spans, self.num_decodes)
 
     def _sampled_rows(self) -> list[int]:
-        rows, end = [], 0
+        rows: list[int] = []
+        end = 0
         for span in self.spans:
             end += len(span.token_ids)
             if span.samples:
-                rows.append(end - 1)
+                rows += range(end - 1 - span.num_drafts, end)
         return rows
 
 

@@ -24,19 +24,28 @@ from worker.plan_blocks import PlanBlocks
 from worker.row_rules import make_rules, shape
 from worker.sampler import Draw, RowLogprobs
 from worker.sequences import SequenceState, TableLayout
+from worker.speculation import Speculation
+from worker.verification import Verified, rows_of
 
 
 class Engine:
     """A loaded model, the KV pools and the sequences of one Run stream."""
 
     def __init__(
-        self, loaded: LoadedModel, kernels: Kernels, *, memory_limit_bytes: int, grammars: GrammarTable | None = None
+        self,
+        loaded: LoadedModel,
+        kernels: Kernels,
+        *,
+        memory_limit_bytes: int,
+        grammars: GrammarTable | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """Without `grammars` no sequence may have a grammar."""
+        """Without `grammars` no sequence may have a grammar, without `speculation` none guesses tokens."""
         self._loaded = loaded
         self._kernels = kernels
         self._memory_limit_bytes = memory_limit_bytes
         self._grammars = grammars
+        self._speculation = speculation or Speculation()
         self._step = Step(kernels)
         self._caches = models.attach(loaded, self._step)
         self._tensors: KVTensors | None = None
@@ -100,6 +109,9 @@ class Engine:
         result = pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped)
         if slices:
             self._forward(slices, tensors, result)
+            if all(span.samples and len(span.token_ids) <= 1 + 2 * span.num_drafts for _, span in slices):
+                num_rows = sum(len(span.token_ids) for _, span in slices)
+                self._speculation.cost.ran(num_rows, time.perf_counter() - started_s)
         elif plan.copies or plan.zeroes:
             tensors.evaluate()
         ended_s = time.perf_counter()
@@ -130,6 +142,8 @@ class Engine:
         assert self._tables is not None
         sequence = SequenceState(message, layout=self._tables, root=self._root, defaults=self._loaded.sampling_defaults)
         sequence.rules = make_rules(message, vocab_size, self._grammars)
+        stops = frozenset(message.stop_token_ids)
+        sequence.drafting = self._speculation.begin(message.sampling.speculation, sequence.token_ids, stops)
         self._sequences[message.seq_id] = sequence
 
     def _take_slices(
@@ -151,7 +165,12 @@ class Engine:
             if piece.new_blocks:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
-            slices.append((sequence, sequence.span(piece)))
+            drafts: list[int] = []
+            if piece.max_drafts and sequence.is_open(piece):
+                assert sequence.drafting is not None
+                of_all = len(plan.slices)
+                drafts = self._speculation.drafts(sequence.drafting, sequence.rules, piece.max_drafts, of_all)
+            slices.append((sequence, sequence.span(piece, drafts)))
         self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
 
@@ -169,19 +188,21 @@ class Engine:
             order, logits = self._run_one_by_one(spans, tensors)
         else:
             order, logits = self._run_together(spans, tensors)
-        sampling = [slices[index][0] for index in order if slices[index][1].samples]
-        if sampling:
-            positions = [len(sequence.token_ids) for sequence in sampling]
+        verified = [rows_of(*slices[index]) for index in order if slices[index][1].samples]
+        if verified:
+            rows = [row for each in verified for row in each.rows]
             joined = mx.concatenate(logits) if len(logits) > 1 else logits[0]
-            shaped = shape(joined, [sequence.rules for sequence in sampling], self._grammars)
-            draw = Draw(joined, [sequence.sampling for sequence in sampling], positions, shaped)
+            shaped = shape(joined, [row.rules for row in rows], self._grammars)
+            draw = Draw(joined, [row.sampling for row in rows], [row.position for row in rows], shaped)
             tensors.evaluate(*draw.outputs)
-            self._report_sampled(sampling, draw, result)
+            self._report_sampled(verified, draw, tensors, result)
         else:
             tensors.evaluate()
         self._step.end()
         for sequence, span in slices:
-            for index, block_hash in sequence.filled_blocks(span.start, span.end):
+            if not span.samples:
+                sequence.ran(span)
+            for index, block_hash in sequence.filled_blocks(span.start, sequence.num_certain):
                 result.filled_blocks.add(seq_id=sequence.seq_id, block_index=index, block_hash=block_hash)
 
     def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], list[mx.array]]:
@@ -218,18 +239,42 @@ class Engine:
         self._caches.forget()
         return [models.sampled_logits(logits, batch)] if batch.sampled_rows else []
 
-    def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
-        logprobs = draw.logprobs()
-        for row, (sequence, token_id) in enumerate(zip(sampling, draw.token_ids(), strict=True)):
-            failure = sequence.failure
-            if failure:
+    def _report_sampled(self, verified: list[Verified], draw: Draw, tensors: KVTensors, result: pb.StepResult) -> None:
+        logprobs, drawn = draw.logprobs(), draw.token_ids()
+        first, wrong = 0, []
+        for each in verified:
+            sequence, num_rows = each.sequence, len(each.rows)
+            if sequence.failure:
                 sequence.has_ended = True
-                result.sampled.add(seq_id=sequence.seq_id, failure=failure)
+                result.sampled.add(seq_id=sequence.seq_id, failure=sequence.failure)
+                first += num_rows
                 continue
-            stopped = sequence.append_token(token_id)
-            sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
-            if row in logprobs:
-                sampled.logprobs.CopyFrom(_logprobs_message(token_id, logprobs[row]))
+            num_taken = 0
+            for row in each.true_rows(drawn[first : first + num_rows]):
+                token_id = drawn[first + row]
+                stopped = sequence.append_token(token_id)
+                sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
+                if first + row in logprobs:
+                    sampled.logprobs.CopyFrom(_logprobs_message(token_id, logprobs[first + row]))
+                num_taken += 1
+            if not sequence.ran(each.span, num_taken - 1):
+                wrong.append(sequence.block_tables)
+            first += num_rows
+        tensors.settle_drafts(wrong)
+        self._report_drafts(verified, result)
+
+    def _report_drafts(self, verified: list[Verified], result: pb.StepResult) -> None:
+        for each in verified:
+            sequence, drafting = each.sequence, each.sequence.drafting
+            if drafting is None or sequence.has_ended:
+                num_wanted = 0
+            else:
+                drafting.follow()
+                num_wanted = self._speculation.num_wanted(drafting, sequence.rules, len(verified))
+            if each.drafts or num_wanted or (drafting is not None and drafting.num_wanted):
+                result.speculated.add(seq_id=sequence.seq_id, num_drafts=len(each.drafts), num_wanted=num_wanted)
+            if drafting is not None:
+                drafting.num_wanted = num_wanted
 
 
 def _logprobs_message(token_id: int, logprobs: RowLogprobs) -> sampling_pb2.TokenLogprobs:

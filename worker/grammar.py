@@ -52,6 +52,26 @@ class GrammarState:
         if matcher is not None:
             matcher.consume_token(token_id)
 
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens may follow each other."""
+        matcher = self.matcher()
+        return 0 if matcher is None else matcher.validate_tokens(token_ids)
+
+    def forced(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about, as the tokenizer would write them."""
+        matcher = self.matcher()
+        return [] if matcher is None else matcher.compute_ff_tokens()
+
+    def copy(self) -> "GrammarState":
+        """The same, to go on by itself."""
+        future: Future[LLMatcher] = Future()
+        matcher = self.matcher()
+        if matcher is not None:
+            future.set_result(matcher.deep_copy())
+        other = GrammarState(future)
+        other.failure = self.failure
+        return other
+
     def check(self) -> None:
         """Sets `failure` if the grammar broke off: too complex at this place, or not the one that the tokens follow."""
         matcher = self.matcher()

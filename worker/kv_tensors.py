@@ -75,11 +75,25 @@ class KVTensors:
                 new = new.swapaxes(1, 2)
             self._arrays.write(tensor, rows.write_index(heads), new.reshape(batch.num_tokens, heads, -1))
 
-    def begin_states(self, slots: dict[int, list[Slots]], fresh: dict[int, frozenset[Slots]]) -> None:
-        """What the next step's parts will ask of the states, by group; `fresh` are slots of sequences that begin."""
+    def begin_states(
+        self,
+        slots: dict[int, list[Slots]],
+        fresh: dict[int, frozenset[Slots]],
+        revocable: dict[int, frozenset[Slots]],
+    ) -> None:
+        """What the next step's parts will ask of the states, by group.
+
+        `fresh` are slots of sequences that begin, `revocable` those of parts with drafts.
+        """
         for cache, state in self._states.items():
             group = self.group_of[cache]
-            state.begin(slots[group], fresh[group])
+            state.begin(slots[group], fresh[group], revocable[group])
+
+    def settle_drafts(self, wrong: Sequence[Sequence[Sequence[int]]]) -> None:
+        """After a step with drafts: the block tables of the sequences with drafts that were not right."""
+        for cache, state in self._states.items():
+            group = self.group_of[cache]
+            state.settle_drafts(frozenset(tables[group][0] for tables in wrong))
 
     def take_state(self, cache: int, slots: Slots) -> list[mx.array | None]:
         """The state's tensors of the sequences in these slots, `[len(slots), *shape]` each; None where they begin."""

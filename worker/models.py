@@ -87,6 +87,11 @@ class LoadedModel:
     sampling_defaults: SamplingDefaults
 
     @property
+    def has_states(self) -> bool:
+        """Whether it has recurrent layers."""
+        return any(isinstance(shape, StateShape) for shape in self.caches)
+
+    @property
     def layers(self) -> tuple[LayerShape, ...]:
         """The attention caches that the plain kernels serve: keys and values of one width."""
         layers = (shape for shape in self.caches if isinstance(shape, LayerShape))
@@ -126,8 +131,8 @@ class SamplingHead:
         if batch.samples_all or not batch.sampled_rows:
             return self.project(hidden)
         if batch.is_flat:
-            # A flat step has one sequence, which samples after its last token.
-            return self.project(hidden[:, -1:])
+            # A flat step has one sequence, which samples after its last tokens.
+            return self.project(hidden[:, -len(batch.sampled_rows) :])
         return self.project(hidden[mx.array(batch.sampled_rows, mx.int32)])
 
 

@@ -24,17 +24,24 @@ class PendingStates:
         self._tensors = tensors
         self._pending: dict[Slots, list[mx.array | None]] = {}
         self._fresh: frozenset[Slots] = frozenset()
+        # What verifying sequences had before the step, until it is known which drafts were right.
+        self._revocable: frozenset[Slots] = frozenset()
+        self._before: dict[Slots, list[mx.array | None]] = {}
 
     def arrays(self) -> list[mx.array]:
         """What is pending, to be evaluated with the step that made it."""
-        return [array for arrays in self._pending.values() for array in arrays if array is not None]
+        held = [*self._pending.values(), *self._before.values()]
+        return [array for arrays in held for array in arrays if array is not None]
 
-    def begin(self, wanted: Sequence[Slots], fresh: frozenset[Slots]) -> None:
+    def begin(
+        self, wanted: Sequence[Slots], fresh: frozenset[Slots], revocable: frozenset[Slots] = frozenset()
+    ) -> None:
         """Before the graph of a step that will take these: whatever else is pending goes to its slots first.
 
-        The sequences of `fresh` slots begin in this step, and have no state yet.
+        The sequences of `fresh` slots begin in this step, and have no state yet. What those of `revocable` slots have
+        is kept until `settle_drafts`.
         """
-        self._fresh = fresh
+        self._fresh, self._revocable = fresh, revocable
         for slots in fresh:
             self._pending.pop(slots, None)
         for slots in [slots for slots in self._pending if slots not in wanted]:
@@ -43,11 +50,16 @@ class PendingStates:
     def take(self, slots: Slots) -> list[mx.array | None]:
         """Tensors `[len(slots), *shape]`; None, which mlx-lm's mixers may tell from zeros, before the first token."""
         if slots in self._pending:
-            return list(self._pending[slots])
-        if slots in self._fresh:
-            return [None] * len(self._tensors)
-        index = mx.array(slots, mx.int32)
-        return [self._arrays.read(tensor)[index] for tensor in self._tensors]
+            arrays = list(self._pending[slots])
+        elif slots in self._fresh:
+            arrays = [None] * len(self._tensors)
+        else:
+            index = mx.array(slots, mx.int32)
+            arrays = [self._arrays.read(tensor)[index] for tensor in self._tensors]
+        if slots in self._revocable:
+            # The first of several mixers that share a state sees it as it was.
+            self._before.setdefault(slots, list(arrays))
+        return arrays
 
     def put(self, slots: Slots, arrays: Sequence[mx.array | None]) -> None:
         """Replace the states in these slots. A state that several mixers share may not be there in whole yet."""
@@ -55,6 +67,17 @@ class PendingStates:
             None if array is None else _fitted(array, tensor).astype(dtype)
             for array, tensor, dtype in zip(arrays, self._tensors, self._shape.dtypes, strict=True)
         ]
+
+    def settle_drafts(self, wrong: frozenset[int]) -> None:
+        """After the step: states in `wrong` slots have seen drafts that were not right, and are what they were."""
+        for slots, before in self._before.items():
+            is_wrong = [slot in wrong for slot in slots]
+            if all(is_wrong):
+                self._pending[slots] = before
+            elif any(is_wrong):
+                after = self._pending[slots]
+                self._pending[slots] = [_chosen(is_wrong, old, new) for old, new in zip(before, after, strict=True)]
+        self._before.clear()
 
     def settle(self) -> None:
         """Write all that is pending."""
@@ -66,6 +89,14 @@ class PendingStates:
         for tensor, array in zip(self._tensors, self._pending.pop(slots), strict=True):
             content = mx.zeros((len(slots), *tensor.shape), tensor.key[-1]) if array is None else array
             self._arrays.write(tensor, index, content)
+
+
+def _chosen(is_first: Sequence[bool], first: mx.array | None, second: mx.array | None) -> mx.array | None:
+    """Row by row; of a tensor that is not there, what the model leaves is not there either."""
+    if first is None or second is None:
+        return second
+    column = mx.array(list(is_first)).reshape(-1, *[1] * (second.ndim - 1))
+    return mx.where(column, first, second)
 
 
 def _fitted(array: mx.array, tensor: Tensor) -> mx.array:

@@ -1,6 +1,8 @@
 """The product's scheduler and KV manager on the product's engine, in one process: a Mac without sockets."""
 
+import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx.nn.layers.base import Module
@@ -12,15 +14,37 @@ from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_format, layer_specs
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
-from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs
+from cluster.scheduling.request import Finish, Request, SamplingParams, Speculation, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
 from worker import models
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
+from worker.speculation import Speculation as WorkerSpeculation
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
+
+
+class Oracle(WorkerSpeculation):
+    """Guesses answers that are known; every few tokens one is wrong, and some steps have none or few."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], *, max_drafts: int, has_states: bool) -> None:
+        super().__init__(max_drafts=max_drafts, has_states=has_states)
+        self._answers = [list(answer) for answer in answers]
+        self._random = random.Random(5)
+
+    def drafts(self, drafting, rules, max_drafts, num_rows):
+        known = list(drafting.token_ids)
+        follows = next((a[len(known) :] for a in self._answers if a[: len(known)] == known), [])
+        drafts = follows[: self._random.randint(0, max_drafts)]
+        if drafts and self._random.random() < 0.4:
+            place = self._random.randrange(len(drafts))
+            drafts[place] = drafts[place] - 1 if drafts[place] else 1
+        return drafting.before_stop(drafts)
+
+    def num_wanted(self, drafting, rules, num_rows):
+        return self._random.choice((0, self.max_drafts, self.max_drafts, self.max_drafts))
 
 
 @dataclass
@@ -50,9 +74,19 @@ class InProcessMac:
         max_model_len: int = MAX_MODEL_LEN,
         kernels: Kernels | None = None,
         grammars: GrammarTable | None = None,
+        max_drafts: int = 0,
+        speculation: Speculation = Speculation.NGRAM,
+        answers_to_guess: Sequence[Sequence[int]] = (),
     ) -> None:
+        """`answers_to_guess`: prompts with their answers, which are then guessed, wrongly now and then."""
         kernels = kernels or twin_kernels()
-        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30, grammars=grammars)
+        loaded = models.adapt(model, config)
+        guesses = WorkerSpeculation(max_drafts=max_drafts, has_states=loaded.has_states)
+        if answers_to_guess:
+            guesses = Oracle(answers_to_guess, max_drafts=max_drafts, has_states=loaded.has_states)
+        self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars, speculation=guesses)
+        self.speculation = speculation if max_drafts else Speculation.OFF
+        self.num_drafted = self.num_accepted = 0
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),
@@ -72,6 +106,7 @@ class InProcessMac:
                 max_chunk_tokens=max_chunk_tokens,
                 max_model_len=max_model_len,
                 max_plans_in_flight=max_plans_in_flight,
+                num_speculative_tokens=max_drafts,
             ),
         )
         self.answers: dict[str, Answer] = {}
@@ -92,7 +127,9 @@ class InProcessMac:
             num_prompt_tokens=len(prompt),
             block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE)),
             max_tokens=max_tokens,
-            sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
+            sampling=SamplingParams(
+                **{"temperature": 0.0, "num_top_logprobs": 5, "speculation": self.speculation} | sampling
+            ),
             stop_token_ids=tuple(stop_token_ids),
         )
         self.answers[request_id] = Answer(request)
@@ -133,6 +170,8 @@ class InProcessMac:
             answer.logprobs += update.logprobs
             answer.finish = update.finish or answer.finish
             answer.num_cached_tokens = update.num_cached_tokens
+            self.num_drafted += update.num_drafted_tokens
+            self.num_accepted += update.num_accepted_tokens
         self.kv.take_events()
 
     def run(self) -> None:

@@ -105,6 +105,17 @@ def check(model, config, **options) -> Checked:
     }
     mac = InProcessMac(model, config, **options)
     result = run(mac, prompts, later)
+    # All of it again, several tokens a step: guesses right and wrong.
+    asked = [*prompts, *later, turn]
+    answered = [*alone, *expected["prefix hit"][2:], *expected["turn hit"]]
+    known = [prompt + one.tokens for prompt, one in zip(asked, answered, strict=True)]
+    guessing = InProcessMac(model, config, **{"max_drafts": 4, "answers_to_guess": known} | options)
+    again = run(guessing, prompts, later)
+    assert guessing.num_accepted > 0, "no guess came true"
+    assert guessing.num_accepted < guessing.num_drafted, "no guess was wrong"
+    for path, references in list(expected.items()):
+        expected[f"speculative {path}"] = references
+        result.answers[f"speculative {path}"] = again.answers[path]
     pairs = [
         (path, answer, one)
         for path, references in expected.items()

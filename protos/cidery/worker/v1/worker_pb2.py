@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos.cidery.v1 import sampling_pb2 as protos_dot_cidery_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$protos/cidery/worker/v1/worker.proto\x12\x10\x63idery.worker.v1\x1a\x1fprotos/cidery/v1/sampling.proto\"1\n\x0bStateTensor\x12\r\n\x05shape\x18\x01 \x03(\r\x12\x13\n\x0b\x64type_bytes\x18\x02 \x01(\r\"\xcb\x01\n\x05Layer\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.cidery.worker.v1.LayerKind\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0evalue_head_dim\x18\x05 \x01(\r\x12\x19\n\x11num_window_tokens\x18\x06 \x01(\r\x12-\n\x06states\x18\x07 \x03(\x0b\x32\x1d.cidery.worker.v1.StateTensor\"\xe9\x01\n\x0b\x44\x65scription\x12\'\n\x06layers\x18\x01 \x03(\x0b\x32\x17.cidery.worker.v1.Layer\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x15\n\rweights_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0f\n\x07kernels\x18\x08 \x01(\t\x12\x0b\n\x03pid\x18\t \x01(\r\x12\x0e\n\x06is_gpu\x18\n \x01(\x08\"y\n\x0eManagerMessage\x12\x30\n\tconfigure\x18\x01 \x01(\x0b\x32\x1b.cidery.worker.v1.ConfigureH\x00\x12*\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.cidery.worker.v1.StepPlanH\x00\x42\t\n\x07message\"%\n\x05Group\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x03(\r\"o\n\tConfigure\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x03(\r\x12\x11\n\troot_hash\x18\x03 \x01(\x0c\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.cidery.worker.v1.Group\"/\n\x0bGroupBlocks\x12\r\n\x05group\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\xef\x01\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x33\n\x0c\x62lock_tables\x18\x06 \x03(\x0b\x32\x1d.cidery.worker.v1.GroupBlocks\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"~\n\x05Slice\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0f\n\x07samples\x18\x04 \x01(\x08\x12\x31\n\nnew_blocks\x18\x05 \x03(\x0b\x32\x1d.cidery.worker.v1.GroupBlocks\"K\n\tTableEdit\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x04 \x01(\r\"\x88\x01\n\nPoolResize\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x30\n\x05moves\x18\x03 \x03(\x0b\x32!.cidery.worker.v1.PoolResize.Move\x1a&\n\x04Move\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\":\n\tBlockCopy\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0e\n\x06target\x18\x03 \x01(\r\"\xcb\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x18\n\x10released_seq_ids\x18\x02 \x03(\r\x12\x34\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1d.cidery.worker.v1.NewSequence\x12+\n\x06\x63opies\x18\x04 \x03(\x0b\x32\x1b.cidery.worker.v1.BlockCopy\x12-\n\x06zeroes\x18\x05 \x03(\x0b\x32\x1d.cidery.worker.v1.GroupBlocks\x12\'\n\x06slices\x18\x06 \x03(\x0b\x32\x17.cidery.worker.v1.Slice\x12*\n\x05\x65\x64its\x18\x07 \x03(\x0b\x32\x1b.cidery.worker.v1.TableEdit\x12-\n\x07resizes\x18\x08 \x03(\x0b\x32\x1c.cidery.worker.v1.PoolResize\"\xe2\x01\n\rWorkerMessage\x12\x34\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1d.cidery.worker.v1.DescriptionH\x00\x12\x32\n\nconfigured\x18\x02 \x01(\x0b\x32\x1c.cidery.worker.v1.ConfiguredH\x00\x12.\n\x06result\x18\x03 \x01(\x0b\x32\x1c.cidery.worker.v1.StepResultH\x00\x12,\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x19.cidery.worker.v1.FailureH\x00\x42\t\n\x07message\"5\n\x07\x46\x61ilure\x12\x19\n\x11is_protocol_error\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x1e\n\nConfigured\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\"y\n\x07Sampled\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12*\n\x08logprobs\x18\x03 \x01(\x0b\x32\x18.cidery.v1.TokenLogprobs\x12\x0f\n\x07stopped\x18\x04 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\"F\n\x0b\x46illedBlock\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\",\n\x0bStepTimings\x12\x0e\n\x06idle_s\x18\x01 \x01(\x01\x12\r\n\x05run_s\x18\x02 \x01(\x01\"G\n\x06Memory\x12\x14\n\x0c\x61\x63tive_bytes\x18\x01 \x01(\x04\x12\x12\n\npeak_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x03 \x01(\x04\"\xf2\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12*\n\x07sampled\x18\x02 \x03(\x0b\x32\x19.cidery.worker.v1.Sampled\x12\x34\n\rfilled_blocks\x18\x03 \x03(\x0b\x32\x1d.cidery.worker.v1.FilledBlock\x12\x17\n\x0fskipped_seq_ids\x18\x04 \x03(\r\x12.\n\x07timings\x18\x05 \x01(\x0b\x32\x1d.cidery.worker.v1.StepTimings\x12(\n\x06memory\x18\x06 \x01(\x0b\x32\x18.cidery.worker.v1.Memory*\xc4\x01\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19LAYER_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19LAYER_KIND_SLIDING_WINDOW\x10\x02\x12\x1c\n\x18LAYER_KIND_CHUNKED_LOCAL\x10\x03\x12\x1f\n\x1bLAYER_KIND_LATENT_ATTENTION\x10\x04\x12\x1e\n\x1aLAYER_KIND_RECURRENT_STATE\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$protos/cidery/worker/v1/worker.proto\x12\x10\x63idery.worker.v1\x1a\x1fprotos/cidery/v1/sampling.proto\"1\n\x0bStateTensor\x12\r\n\x05shape\x18\x01 \x03(\r\x12\x13\n\x0b\x64type_bytes\x18\x02 \x01(\r\"\xcb\x01\n\x05Layer\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.cidery.worker.v1.LayerKind\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0evalue_head_dim\x18\x05 \x01(\r\x12\x19\n\x11num_window_tokens\x18\x06 \x01(\r\x12-\n\x06states\x18\x07 \x03(\x0b\x32\x1d.cidery.worker.v1.StateTensor\"\xe9\x01\n\x0b\x44\x65scription\x12\'\n\x06layers\x18\x01 \x03(\x0b\x32\x17.cidery.worker.v1.Layer\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x15\n\rweights_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0f\n\x07kernels\x18\x08 \x01(\t\x12\x0b\n\x03pid\x18\t \x01(\r\x12\x0e\n\x06is_gpu\x18\n \x01(\x08\"y\n\x0eManagerMessage\x12\x30\n\tconfigure\x18\x01 \x01(\x0b\x32\x1b.cidery.worker.v1.ConfigureH\x00\x12*\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.cidery.worker.v1.StepPlanH\x00\x42\t\n\x07message\"%\n\x05Group\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x03(\r\"o\n\tConfigure\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x03(\r\x12\x11\n\troot_hash\x18\x03 \x01(\x0c\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.cidery.worker.v1.Group\"/\n\x0bGroupBlocks\x12\r\n\x05group\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\xef\x01\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x33\n\x0c\x62lock_tables\x18\x06 \x03(\x0b\x32\x1d.cidery.worker.v1.GroupBlocks\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\x92\x01\n\x05Slice\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0f\n\x07samples\x18\x04 \x01(\x08\x12\x31\n\nnew_blocks\x18\x05 \x03(\x0b\x32\x1d.cidery.worker.v1.GroupBlocks\x12\x12\n\nmax_drafts\x18< \x01(\r\"K\n\tTableEdit\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x04 \x01(\r\"\x88\x01\n\nPoolResize\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x30\n\x05moves\x18\x03 \x03(\x0b\x32!.cidery.worker.v1.PoolResize.Move\x1a&\n\x04Move\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\":\n\tBlockCopy\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0e\n\x06target\x18\x03 \x01(\r\"\xcb\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x18\n\x10released_seq_ids\x18\x02 \x03(\r\x12\x34\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1d.cidery.worker.v1.NewSequence\x12+\n\x06\x63opies\x18\x04 \x03(\x0b\x32\x1b.cidery.worker.v1.BlockCopy\x12-\n\x06zeroes\x18\x05 \x03(\x0b\x32\x1d.cidery.worker.v1.GroupBlocks\x12\'\n\x06slices\x18\x06 \x03(\x0b\x32\x17.cidery.worker.v1.Slice\x12*\n\x05\x65\x64its\x18\x07 \x03(\x0b\x32\x1b.cidery.worker.v1.TableEdit\x12-\n\x07resizes\x18\x08 \x03(\x0b\x32\x1c.cidery.worker.v1.PoolResize\"\xe2\x01\n\rWorkerMessage\x12\x34\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1d.cidery.worker.v1.DescriptionH\x00\x12\x32\n\nconfigured\x18\x02 \x01(\x0b\x32\x1c.cidery.worker.v1.ConfiguredH\x00\x12.\n\x06result\x18\x03 \x01(\x0b\x32\x1c.cidery.worker.v1.StepResultH\x00\x12,\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x19.cidery.worker.v1.FailureH\x00\x42\t\n\x07message\"5\n\x07\x46\x61ilure\x12\x19\n\x11is_protocol_error\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x1e\n\nConfigured\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\"y\n\x07Sampled\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12*\n\x08logprobs\x18\x03 \x01(\x0b\x32\x18.cidery.v1.TokenLogprobs\x12\x0f\n\x07stopped\x18\x04 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\"F\n\x0b\x46illedBlock\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_index\x18\x02 \x01(\r\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\"D\n\nSpeculated\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x12\n\nnum_drafts\x18\x02 \x01(\r\x12\x12\n\nnum_wanted\x18\x03 \x01(\r\",\n\x0bStepTimings\x12\x0e\n\x06idle_s\x18\x01 \x01(\x01\x12\r\n\x05run_s\x18\x02 \x01(\x01\"G\n\x06Memory\x12\x14\n\x0c\x61\x63tive_bytes\x18\x01 \x01(\x04\x12\x12\n\npeak_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x03 \x01(\x04\"\xa4\x02\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12*\n\x07sampled\x18\x02 \x03(\x0b\x32\x19.cidery.worker.v1.Sampled\x12\x34\n\rfilled_blocks\x18\x03 \x03(\x0b\x32\x1d.cidery.worker.v1.FilledBlock\x12\x17\n\x0fskipped_seq_ids\x18\x04 \x03(\r\x12.\n\x07timings\x18\x05 \x01(\x0b\x32\x1d.cidery.worker.v1.StepTimings\x12(\n\x06memory\x18\x06 \x01(\x0b\x32\x18.cidery.worker.v1.Memory\x12\x30\n\nspeculated\x18< \x03(\x0b\x32\x1c.cidery.worker.v1.Speculated*\xc4\x01\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19LAYER_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19LAYER_KIND_SLIDING_WINDOW\x10\x02\x12\x1c\n\x18LAYER_KIND_CHUNKED_LOCAL\x10\x03\x12\x1f\n\x1bLAYER_KIND_LATENT_ATTENTION\x10\x04\x12\x1e\n\x1aLAYER_KIND_RECURRENT_STATE\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cidery.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LAYERKIND']._serialized_start=2764
-  _globals['_LAYERKIND']._serialized_end=2960
+  _globals['_LAYERKIND']._serialized_start=2905
+  _globals['_LAYERKIND']._serialized_end=3101
   _globals['_STATETENSOR']._serialized_start=91
   _globals['_STATETENSOR']._serialized_end=140
   _globals['_LAYER']._serialized_start=143
@@ -50,32 +50,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPBLOCKS']._serialized_end=906
   _globals['_NEWSEQUENCE']._serialized_start=909
   _globals['_NEWSEQUENCE']._serialized_end=1148
-  _globals['_SLICE']._serialized_start=1150
-  _globals['_SLICE']._serialized_end=1276
-  _globals['_TABLEEDIT']._serialized_start=1278
-  _globals['_TABLEEDIT']._serialized_end=1353
-  _globals['_POOLRESIZE']._serialized_start=1356
-  _globals['_POOLRESIZE']._serialized_end=1492
-  _globals['_POOLRESIZE_MOVE']._serialized_start=1454
-  _globals['_POOLRESIZE_MOVE']._serialized_end=1492
-  _globals['_BLOCKCOPY']._serialized_start=1494
-  _globals['_BLOCKCOPY']._serialized_end=1552
-  _globals['_STEPPLAN']._serialized_start=1555
-  _globals['_STEPPLAN']._serialized_end=1886
-  _globals['_WORKERMESSAGE']._serialized_start=1889
-  _globals['_WORKERMESSAGE']._serialized_end=2115
-  _globals['_FAILURE']._serialized_start=2117
-  _globals['_FAILURE']._serialized_end=2170
-  _globals['_CONFIGURED']._serialized_start=2172
-  _globals['_CONFIGURED']._serialized_end=2202
-  _globals['_SAMPLED']._serialized_start=2204
-  _globals['_SAMPLED']._serialized_end=2325
-  _globals['_FILLEDBLOCK']._serialized_start=2327
-  _globals['_FILLEDBLOCK']._serialized_end=2397
-  _globals['_STEPTIMINGS']._serialized_start=2399
-  _globals['_STEPTIMINGS']._serialized_end=2443
-  _globals['_MEMORY']._serialized_start=2445
-  _globals['_MEMORY']._serialized_end=2516
-  _globals['_STEPRESULT']._serialized_start=2519
-  _globals['_STEPRESULT']._serialized_end=2761
+  _globals['_SLICE']._serialized_start=1151
+  _globals['_SLICE']._serialized_end=1297
+  _globals['_TABLEEDIT']._serialized_start=1299
+  _globals['_TABLEEDIT']._serialized_end=1374
+  _globals['_POOLRESIZE']._serialized_start=1377
+  _globals['_POOLRESIZE']._serialized_end=1513
+  _globals['_POOLRESIZE_MOVE']._serialized_start=1475
+  _globals['_POOLRESIZE_MOVE']._serialized_end=1513
+  _globals['_BLOCKCOPY']._serialized_start=1515
+  _globals['_BLOCKCOPY']._serialized_end=1573
+  _globals['_STEPPLAN']._serialized_start=1576
+  _globals['_STEPPLAN']._serialized_end=1907
+  _globals['_WORKERMESSAGE']._serialized_start=1910
+  _globals['_WORKERMESSAGE']._serialized_end=2136
+  _globals['_FAILURE']._serialized_start=2138
+  _globals['_FAILURE']._serialized_end=2191
+  _globals['_CONFIGURED']._serialized_start=2193
+  _globals['_CONFIGURED']._serialized_end=2223
+  _globals['_SAMPLED']._serialized_start=2225
+  _globals['_SAMPLED']._serialized_end=2346
+  _globals['_FILLEDBLOCK']._serialized_start=2348
+  _globals['_FILLEDBLOCK']._serialized_end=2418
+  _globals['_SPECULATED']._serialized_start=2420
+  _globals['_SPECULATED']._serialized_end=2488
+  _globals['_STEPTIMINGS']._serialized_start=2490
+  _globals['_STEPTIMINGS']._serialized_end=2534
+  _globals['_MEMORY']._serialized_start=2536
+  _globals['_MEMORY']._serialized_end=2607
+  _globals['_STEPRESULT']._serialized_start=2610
+  _globals['_STEPRESULT']._serialized_end=2902
 # @@protoc_insertion_point(module_scope)
