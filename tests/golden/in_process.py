@@ -77,6 +77,7 @@ class InProcessMac:
         max_drafts: int = 0,
         speculation: Speculation = Speculation.NGRAM,
         answers_to_guess: Sequence[Sequence[int]] = (),
+        draft_model: Module | None = None,
     ) -> None:
         """`answers_to_guess`: prompts with their answers, which are then guessed, wrongly now and then."""
         kernels = kernels or twin_kernels()
@@ -113,6 +114,7 @@ class InProcessMac:
         self.results: deque[StepResult] = deque()
         self.max_plans_in_flight = max_plans_in_flight
         self.now_s = 0.0
+        self.num_steps = 0
         self.num_resizes = 0
         self.num_copies = 0
 
@@ -158,6 +160,7 @@ class InProcessMac:
         return True
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
         self.num_resizes += len(plan.resizes)
         self.num_copies += len(plan.copies)
         message = type(wire.plan_to_proto(plan)).FromString(wire.plan_to_proto(plan).SerializeToString())
