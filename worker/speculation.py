@@ -115,7 +115,8 @@ class Speculation:
 
     def num_wanted(self, drafting: Drafting, rules: RowRules | None, num_rows: int) -> int:
         """How many drafts the manager should allow next time."""
-        if rules is not None and rules.forced():
+        if rules is not None and rules.grammar is not None and (not self._has_states or rules.forced()):
+            # The next token may be one that forces those after it.
             return self.max_drafts
         depth = self._depth(drafting, num_rows)
         # With states, a plan without drafts can be made before its turn, which one with drafts can't.

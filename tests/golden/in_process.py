@@ -97,7 +97,7 @@ class InProcessMac:
             max_in_flight_tokens=max_plans_in_flight * max_num_batched_tokens,
         )
         self.root = root_hash(model="m", tokenizer="t", kv_format=kv_format(described), block_size=BLOCK_SIZE)
-        self.engine.configure(wire.layout_to_proto(self.layout, self.root))
+        self.configure()
         self.kv = KVCacheManager(self.layout)
         self.scheduler = Scheduler(
             self.kv,
@@ -117,6 +117,10 @@ class InProcessMac:
         self.num_steps = 0
         self.num_resizes = 0
         self.num_copies = 0
+
+    def configure(self) -> None:
+        """A worker's first message, also of one that comes after another."""
+        self.engine.configure(wire.layout_to_proto(self.layout, self.root))
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int, *, generated=(), stop_token_ids=(), **sampling
