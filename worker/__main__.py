@@ -14,6 +14,7 @@ from worker import blas
 from worker.config import DTYPES, WorkerConfig
 
 if TYPE_CHECKING:
+    from worker.draft import DraftModel
     from worker.engine import Engine
 
 # MLX is imported inside functions only: the BLAS must be there first.
@@ -128,11 +129,27 @@ def _build_engine(config: WorkerConfig) -> "Engine":
         choose_kernels(loaded.layers),
         memory_limit_bytes=machine.memory_limit_bytes(),
         grammars=grammars,
-        speculation=Speculation(max_drafts=config.num_speculative_tokens, has_states=loaded.has_states),
+        speculation=Speculation(
+            max_drafts=config.num_speculative_tokens,
+            has_states=loaded.has_states,
+            draft=_build_draft(config, loaded.vocab_size),
+        ),
     )
     if loaded.unreviewed:
         trial.verify(engine, loaded)
     return engine
+
+
+def _build_draft(config: WorkerConfig, vocab_size: int) -> "DraftModel | None":
+    from worker import draft, machine, models
+    from worker.metal.dispatch import choose_kernels
+
+    if config.draft_model is None:
+        return None
+    draft.check_tokens(models.download(config.model), models.download(config.draft_model))
+    loaded = models.load(config.draft_model, dtype=config.dtype)
+    kv_bytes = min(draft.MAX_KV_BYTES, machine.memory_limit_bytes() // draft.KV_SHARE)
+    return draft.DraftModel(loaded, choose_kernels(loaded.layers), vocab_size=vocab_size, kv_bytes=kv_bytes)
 
 
 def _watch_stdin() -> None:

@@ -63,7 +63,7 @@ class Engine:
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
-            weights_bytes=loaded.weights_bytes,
+            weights_bytes=loaded.weights_bytes + self._speculation.num_bytes,
             memory_limit_bytes=self._memory_limit_bytes,
             device=str(mx.device_info().get("device_name", mx.default_device())),
             kernels=self._kernels.name,
@@ -88,6 +88,7 @@ class Engine:
     def reset(self) -> None:
         """Drop all sequences and the pools, and give the memory back."""
         self._sequences.clear()
+        self._speculation.reset()
         self._tensors = self._blocks = self._tables = None
         self._step.end()
         self._caches.forget()
@@ -108,10 +109,11 @@ class Engine:
         skipped, slices = self._take_slices(plan, tensors, self._blocks)
         result = pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped)
         if slices:
+            forward_s = time.perf_counter()
             self._forward(slices, tensors, result)
             if all(span.samples and len(span.token_ids) <= 1 + 2 * span.num_drafts for _, span in slices):
                 num_rows = sum(len(span.token_ids) for _, span in slices)
-                self._speculation.cost.ran(num_rows, time.perf_counter() - started_s)
+                self._speculation.cost.ran(num_rows, time.perf_counter() - forward_s)
         elif plan.copies or plan.zeroes:
             tensors.evaluate()
         ended_s = time.perf_counter()
@@ -130,6 +132,7 @@ class Engine:
     def _release(self, seq_id: int) -> None:
         if self._sequences.pop(seq_id, None) is None:
             raise ProtocolError(f"released sequence {seq_id} is unknown")
+        self._speculation.forget(seq_id)
 
     def _admit(self, message: pb.NewSequence, blocks: PlanBlocks) -> None:
         if message.seq_id in self._sequences:
@@ -152,6 +155,7 @@ class Engine:
         """Ids of the sequences to skip, and the rest with their tokens and blocks."""
         skipped, slices = [], []
         seen: set[int] = set()
+        drafts = self._drafts(plan)
         for piece in plan.slices:
             sequence = self._sequences.get(piece.seq_id)
             if sequence is None:
@@ -165,14 +169,19 @@ class Engine:
             if piece.new_blocks:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
-            drafts: list[int] = []
-            if piece.max_drafts and sequence.is_open(piece):
-                assert sequence.drafting is not None
-                of_all = len(plan.slices)
-                drafts = self._speculation.drafts(sequence.drafting, sequence.rules, piece.max_drafts, of_all)
-            slices.append((sequence, sequence.span(piece, drafts)))
+            slices.append((sequence, sequence.span(piece, drafts.get(piece.seq_id, ()))))
         self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
+
+    def _drafts(self, plan: pb.StepPlan) -> dict[int, list[int]]:
+        """Guesses by sequence, for the slices that may have some."""
+        granted = [
+            (sequence, piece.max_drafts)
+            for piece in plan.slices
+            if piece.max_drafts and (sequence := self._sequences.get(piece.seq_id)) is not None
+            if not sequence.has_ended and sequence.is_open(piece)
+        ]
+        return self._speculation.drafts(granted, len(plan.slices)) if granted else {}
 
     def _clear_open_blocks(self, spans: list[Span], tensors: KVTensors) -> None:
         """Blocks that a step begins and does not fill: attention gathers them whole."""
@@ -257,7 +266,8 @@ class Engine:
                 if first + row in logprobs:
                     sampled.logprobs.CopyFrom(_logprobs_message(token_id, logprobs[first + row]))
                 num_taken += 1
-            if not sequence.ran(each.span, num_taken - 1):
+            each.num_accepted = num_taken - 1
+            if not sequence.ran(each.span, each.num_accepted):
                 wrong.append(sequence.block_tables)
             first += num_rows
         tensors.settle_drafts(wrong)
@@ -266,11 +276,10 @@ class Engine:
     def _report_drafts(self, verified: list[Verified], result: pb.StepResult) -> None:
         for each in verified:
             sequence, drafting = each.sequence, each.sequence.drafting
-            if drafting is None or sequence.has_ended:
-                num_wanted = 0
-            else:
-                drafting.follow()
-                num_wanted = self._speculation.num_wanted(drafting, sequence.rules, len(verified))
+            num_wanted = 0
+            if drafting is not None and not sequence.has_ended:
+                drafting.follow(each.span.num_drafts, each.num_accepted)
+                num_wanted = self._speculation.num_wanted(sequence, len(verified))
             if each.drafts or num_wanted or (drafting is not None and drafting.num_wanted):
                 result.speculated.add(seq_id=sequence.seq_id, num_drafts=len(each.drafts), num_wanted=num_wanted)
             if drafting is not None:

@@ -7,11 +7,11 @@ from cluster.kv.hashing import HASH_BYTES, BlockHash, hash_block, salt_extras, s
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
 from worker.batch import Span
+from worker.drafting import Drafting
 from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
 from worker.row_rules import RowRules
 from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
-from worker.speculation import Drafting
 
 
 @dataclass(frozen=True, slots=True)

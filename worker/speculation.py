@@ -8,131 +8,111 @@ What a row more costs is learned from the steps themselves, as seconds = fixed +
 come true with probability p gains p^j tokens by its j-th draft. It pays as long as they come faster than those of the
 step without it, rows / (fixed + rows * each) a second: so as long as p^j is more than the rows' share of the step. At
 small batches, where the weights are read for a few rows, that share is small; where rows fill the machine it is 1, and
-nothing is guessed.
+nothing is guessed. A draft model's time for a guess is added to what a row costs.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from protos.cidery.v1 import sampling_pb2
+from worker.draft import DraftModel, Wanted
+from worker.drafting import Drafting, Source, StepCost, net_gain, paying_depth
+from worker.errors import ProtocolError
 from worker.ngram import NgramProposer
-from worker.row_rules import RowRules
+from worker.sequences import SequenceState
 
-# Of the moving averages: a guess's weight in what is known of a sequence, a step's in what is known of costs.
-_GUESS_WEIGHT = 1 / 8
-_STEP_WEIGHT = 1 / 64
-# Before anything is known: a coin.
-_FIRST_CHANCE = 0.5
-# Before steps of different sizes have run: the share of a step of one row that a row more costs.
-_FIRST_ROW_SHARE = 0.1
-# How many rows of spread that assumption is worth.
-_FIRST_SPREAD = 1.0
 # A state that has seen a wrong draft is left as it was, and the next step runs what was right of it again.
 _REPLAY_FACTOR = 2.0
-_MAX_DEPTH = 64
-
-
-class StepCost:
-    """Seconds of a step of decode rows as a line over its rows, the newest steps counting most."""
-
-    def __init__(self) -> None:
-        self._rows = self._seconds = self._spread = self._joint = 0.0
-        self._is_known = False
-
-    def ran(self, num_rows: int, seconds: float) -> None:
-        """A step took so long."""
-        if not self._is_known:
-            self._rows, self._seconds, self._is_known = float(num_rows), seconds, True
-            return
-        by_rows, by_seconds = num_rows - self._rows, seconds - self._seconds
-        self._rows += _STEP_WEIGHT * by_rows
-        self._seconds += _STEP_WEIGHT * by_seconds
-        # Exponentially weighted variance and covariance.
-        self._spread = (1 - _STEP_WEIGHT) * (self._spread + _STEP_WEIGHT * by_rows * by_rows)
-        self._joint = (1 - _STEP_WEIGHT) * (self._joint + _STEP_WEIGHT * by_rows * by_seconds)
-
-    def row_share(self, num_rows: int) -> float:
-        """What rows take of a step of so many, in (0, 1]."""
-        if not self._is_known:
-            return min(1.0, _FIRST_ROW_SHARE * num_rows)
-        at_one = self._seconds / (1 + _FIRST_ROW_SHARE * (self._rows - 1))
-        assumed = _FIRST_ROW_SHARE * at_one * _FIRST_SPREAD
-        each = max(0.0, (self._joint + assumed) / (self._spread + _FIRST_SPREAD))
-        whole = self._seconds + each * (num_rows - self._rows)
-        return min(1.0, max(each * num_rows / whole, 1e-3)) if whole > 0 else 1.0
-
-
-@dataclass(slots=True)
-class Drafting:
-    """How one sequence guesses. `is_always`: as often as it can, whether it pays or not."""
-
-    token_ids: Sequence[int]
-    ngram: NgramProposer
-    is_always: bool
-    stop_token_ids: frozenset[int]
-    chance: float = _FIRST_CHANCE
-    # What the manager was told last.
-    num_wanted: int = field(default=0)
-
-    def follow(self) -> None:
-        """The sequence has grown: learn how well it is guessed."""
-        num_guessed, num_right = self.ngram.follow()
-        for is_right in [True] * num_right + [False] * (num_guessed - num_right):
-            self.chance += _GUESS_WEIGHT * (is_right - self.chance)
-
-    def before_stop(self, drafts: list[int]) -> list[int]:
-        """Those before the first that would end the answer: the last token of a step is never a draft."""
-        stop = next((place for place, token in enumerate(drafts) if token in self.stop_token_ids), len(drafts))
-        return drafts[:stop]
+_OFF = (sampling_pb2.SPECULATION_UNSPECIFIED, sampling_pb2.SPECULATION_OFF)
 
 
 class Speculation:
     """Of one engine: which drafts run in a step, and what is learned of it."""
 
-    def __init__(self, *, max_drafts: int = 0, has_states: bool = False) -> None:
+    def __init__(self, *, max_drafts: int = 0, has_states: bool = False, draft: DraftModel | None = None) -> None:
         """`max_drafts` of one sequence in a step; 0: nobody guesses."""
         self.max_drafts = max_drafts
         self._has_states = has_states
+        self._draft = draft
         self.cost = StepCost()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the draft model."""
+        return 0 if self._draft is None else self._draft.num_bytes
 
     def begin(
         self, method: sampling_pb2.Speculation, token_ids: list[int], stop_token_ids: frozenset[int]
     ) -> Drafting | None:
-        """For a new sequence; None if it doesn't guess. The list is followed as it grows."""
-        if not self.max_drafts or method in (sampling_pb2.SPECULATION_UNSPECIFIED, sampling_pb2.SPECULATION_OFF):
+        """For a new sequence; None if it doesn't guess. The list is followed as it grows.
+
+        Raises ProtocolError for a draft model that isn't there.
+        """
+        if not self.max_drafts or method in _OFF:
             return None
-        is_always = method == sampling_pb2.SPECULATION_NGRAM
-        return Drafting(token_ids, NgramProposer(token_ids), is_always, stop_token_ids)
+        if method == sampling_pb2.SPECULATION_DRAFT and self._draft is None:
+            raise ProtocolError("a sequence is to be guessed by a draft model, and this worker has none")
+        always = {sampling_pb2.SPECULATION_NGRAM: Source.NGRAM, sampling_pb2.SPECULATION_DRAFT: Source.DRAFT}
+        return Drafting(token_ids, NgramProposer(token_ids), always.get(method), stop_token_ids)
 
-    def drafts(self, drafting: Drafting, rules: RowRules | None, max_drafts: int, num_rows: int) -> list[int]:
-        """Guesses for the next row of a sequence, beside `num_rows` rows of all; what a grammar forces is certain."""
-        forced = rules.forced() if rules is not None else []
-        if forced:
-            return drafting.before_stop(forced[:max_drafts])
-        drafts = drafting.before_stop(drafting.ngram.propose(min(max_drafts, self._depth(drafting, num_rows))))
-        return drafts if rules is None else rules.allowed(drafts)
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended."""
+        if self._draft is not None:
+            self._draft.forget(seq_id)
 
-    def num_wanted(self, drafting: Drafting, rules: RowRules | None, num_rows: int) -> int:
+    def reset(self) -> None:
+        """All have."""
+        if self._draft is not None:
+            self._draft.reset()
+
+    def drafts(self, granted: Sequence[tuple[SequenceState, int]], num_rows: int) -> dict[int, list[int]]:
+        """Guesses for the next rows of sequences that may have so many, beside `num_rows` rows of all, by seq_id."""
+        found: dict[int, list[int]] = {}
+        wanted: dict[int, Wanted] = {}
+        for sequence, max_drafts in granted:
+            drafting = sequence.drafting
+            assert drafting is not None
+            forced = sequence.rules.forced() if sequence.rules is not None else []
+            source, depth = (Source.GRAMMAR, len(forced)) if forced else self._choose(drafting, num_rows)
+            drafting.source, depth = source, min(depth, max_drafts)
+            if source is Source.DRAFT and depth:
+                wanted[sequence.seq_id] = Wanted(sequence.token_ids, depth)
+            else:
+                found[sequence.seq_id] = forced[:depth] if forced else drafting.ngram.propose(depth)
+        if wanted:
+            assert self._draft is not None
+            found |= self._draft.propose(wanted)
+        return {sequence.seq_id: _usable(sequence, found.get(sequence.seq_id, [])) for sequence, _ in granted}
+
+    def num_wanted(self, sequence: SequenceState, num_rows: int) -> int:
         """How many drafts the manager should allow next time."""
+        drafting, rules = sequence.drafting, sequence.rules
+        assert drafting is not None
         if rules is not None and rules.grammar is not None and (not self._has_states or rules.forced()):
             # The next token may be one that forces those after it.
             return self.max_drafts
-        depth = self._depth(drafting, num_rows)
+        source, depth = self._choose(drafting, num_rows)
         # With states, a plan without drafts can be made before its turn, which one with drafts can't.
-        return 0 if self._has_states and not drafting.ngram.propose(1) else depth
+        return 0 if source is Source.NGRAM and self._has_states and not drafting.ngram.propose(1) else depth
 
-    def _depth(self, drafting: Drafting, num_rows: int) -> int:
-        if drafting.is_always:
-            return self.max_drafts
-        share = self.cost.row_share(num_rows) * (_REPLAY_FACTOR if self._has_states else 1.0)
-        return min(self.max_drafts, paying_depth(drafting.chance, share))
+    def _choose(self, drafting: Drafting, num_rows: int) -> tuple[Source, int]:
+        """By what to guess, and how far: whatever gains most, or what was asked for."""
+        if drafting.always is not None:
+            return drafting.always, self.max_drafts
+        replays = _REPLAY_FACTOR if self._has_states else 1.0
+        share = min(1.0, self.cost.row_share(num_rows) * replays)
+        depth = min(self.max_drafts, paying_depth(drafting.chance, share))
+        if self._draft is None:
+            return Source.NGRAM, depth
+        gain = net_gain(drafting.chance, share, depth) if drafting.ngram.propose(1) else 0.0
+        dearer = min(1.0, self.cost.row_share(num_rows, self._draft.token_s / num_rows) * replays)
+        deeper = min(self.max_drafts, paying_depth(drafting.draft_chance, dearer))
+        if net_gain(drafting.draft_chance, dearer, deeper) > gain:
+            return Source.DRAFT, deeper
+        return Source.NGRAM, depth
 
 
-def paying_depth(chance: float, row_share: float) -> int:
-    """How many drafts in a row are each worth their cost: the largest j with chance^j > row_share."""
-    if chance <= row_share:
-        return 0
-    if chance >= 1.0:
-        return _MAX_DEPTH
-    return min(_MAX_DEPTH, max(1, math.ceil(math.log(row_share) / math.log(chance)) - 1))
+def _usable(sequence: SequenceState, drafts: list[int]) -> list[int]:
+    """Those before the first that ends the answer or is none of the grammar's."""
+    assert sequence.drafting is not None
+    drafts = sequence.drafting.before_stop(drafts)
+    return drafts if sequence.rules is None else sequence.rules.allowed(drafts)

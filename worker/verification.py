@@ -23,13 +23,14 @@ class DrawnRow:
         return self.rules is not None and bool(self.rules.failure)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verified:
-    """A sequence that samples in this step, with its rows."""
+    """A sequence that samples in this step, with its rows; and how many of its drafts came true, once that is known."""
 
     sequence: SequenceState
     span: Span
     rows: list[DrawnRow]
+    num_accepted: int = 0
 
     @property
     def drafts(self) -> Sequence[int]:

@@ -31,12 +31,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     folder = Path(bundled_model())
     _, tokenizer = load(str(folder))  # type: ignore[misc]
     large, config = models.make_large(folder)
-    draft, _ = models.make_small(folder, _NOISE)
+    draft = models.make_small(folder, _NOISE)
     prompts = {"copy": _copy_prompts(tokenizer, large), "unrelated": _random_prompts()}
     if options.side == "mlx-lm":
         for mode in [mode for mode in options.modes if mode in ("off", "draft")]:
             for text in options.texts:
-                yield _mlx_lm(large, draft if mode == "draft" else None, tokenizer, prompts[text][0], text, options)
+                yield _mlx_lm(large, draft[0] if mode == "draft" else None, tokenizer, prompts[text][0], text, options)
         return
     for mode in options.modes:
         for text in options.texts:

@@ -17,6 +17,7 @@ from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, SamplingParams, Speculation, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
 from worker import models
+from worker.draft import DraftModel
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
@@ -34,16 +35,19 @@ class Oracle(WorkerSpeculation):
         self._answers = [list(answer) for answer in answers]
         self._random = random.Random(5)
 
-    def drafts(self, drafting, rules, max_drafts, num_rows):
-        known = list(drafting.token_ids)
+    def drafts(self, granted, num_rows):
+        return {sequence.seq_id: self._guess(sequence, max_drafts) for sequence, max_drafts in granted}
+
+    def _guess(self, sequence, max_drafts):
+        known = list(sequence.token_ids)
         follows = next((a[len(known) :] for a in self._answers if a[: len(known)] == known), [])
         drafts = follows[: self._random.randint(0, max_drafts)]
         if drafts and self._random.random() < 0.4:
             place = self._random.randrange(len(drafts))
             drafts[place] = drafts[place] - 1 if drafts[place] else 1
-        return drafting.before_stop(drafts)
+        return sequence.drafting.before_stop(drafts)
 
-    def num_wanted(self, drafting, rules, num_rows):
+    def num_wanted(self, sequence, num_rows):
         return self._random.choice((0, self.max_drafts, self.max_drafts, self.max_drafts))
 
 
@@ -77,12 +81,18 @@ class InProcessMac:
         max_drafts: int = 0,
         speculation: Speculation = Speculation.NGRAM,
         answers_to_guess: Sequence[Sequence[int]] = (),
-        draft_model: Module | None = None,
+        draft_model: tuple[Module, dict] | None = None,
+        draft_kv_bytes: int = 1 << 24,
     ) -> None:
         """`answers_to_guess`: prompts with their answers, which are then guessed, wrongly now and then."""
         kernels = kernels or twin_kernels()
         loaded = models.adapt(model, config)
-        guesses = WorkerSpeculation(max_drafts=max_drafts, has_states=loaded.has_states)
+        draft = None
+        if draft_model is not None:
+            draft = DraftModel(
+                models.adapt(*draft_model), kernels, vocab_size=loaded.vocab_size, kv_bytes=draft_kv_bytes
+            )
+        guesses = WorkerSpeculation(max_drafts=max_drafts, has_states=loaded.has_states, draft=draft)
         if answers_to_guess:
             guesses = Oracle(answers_to_guess, max_drafts=max_drafts, has_states=loaded.has_states)
         self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars, speculation=guesses)
