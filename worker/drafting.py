@@ -16,8 +16,7 @@ _FIRST_CHANCE = 0.5
 _FORGETTING = 1 / 256
 # Before steps of different sizes have run: the share of a step of one row that a row more costs.
 _FIRST_ROW_SHARE = 0.1
-# How many rows of spread that assumption is worth.
-_FIRST_SPREAD = 1.0
+_ASSUMED_STEPS = 32
 _LEAST_SHARE = 1e-3
 _MAX_DEPTH = 64
 
@@ -31,33 +30,47 @@ class Source(Enum):
 
 
 class StepCost:
-    """Seconds of a step of decode rows as a line over its rows, the newest steps counting most."""
+    """Seconds of a step of decode rows as a line over its rows, the newest steps counting most.
+
+    A step that took much longer than the line says counts as one that took twice as long: something else ran.
+    """
 
     def __init__(self) -> None:
         self._rows = self._seconds = self._spread = self._joint = 0.0
-        self._is_known = False
+        self._num_steps = 0
 
     def ran(self, num_rows: int, seconds: float) -> None:
         """A step took so long."""
-        if not self._is_known:
-            self._rows, self._seconds, self._is_known = float(num_rows), seconds, True
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._rows, self._seconds = float(num_rows), seconds
             return
+        seconds = min(seconds, 2 * max(self._whole(num_rows), self._seconds))
+        weight = max(_STEP_WEIGHT, 1 / self._num_steps)
         by_rows, by_seconds = num_rows - self._rows, seconds - self._seconds
-        self._rows += _STEP_WEIGHT * by_rows
-        self._seconds += _STEP_WEIGHT * by_seconds
+        self._rows += weight * by_rows
+        self._seconds += weight * by_seconds
         # Exponentially weighted variance and covariance.
-        self._spread = (1 - _STEP_WEIGHT) * (self._spread + _STEP_WEIGHT * by_rows * by_rows)
-        self._joint = (1 - _STEP_WEIGHT) * (self._joint + _STEP_WEIGHT * by_rows * by_seconds)
+        self._spread = (1 - weight) * (self._spread + weight * by_rows * by_rows)
+        self._joint = (1 - weight) * (self._joint + weight * by_rows * by_seconds)
 
     def row_share(self, num_rows: int, extra_s: float = 0.0) -> float:
         """What so many rows take of a step of them, in (0, 1], if each took `extra_s` more."""
-        if not self._is_known:
+        if not self._num_steps:
             return min(1.0, _FIRST_ROW_SHARE * num_rows)
+        whole = self._whole(num_rows)
+        return min(1.0, max((self._each + extra_s) * num_rows / whole, _LEAST_SHARE)) if whole > 0 else 1.0
+
+    def _whole(self, num_rows: int) -> float:
+        return self._seconds + self._each * (num_rows - self._rows)
+
+    @property
+    def _each(self) -> float:
+        """Seconds of a row more."""
         at_one = self._seconds / (1 + _FIRST_ROW_SHARE * (self._rows - 1))
-        assumed = _FIRST_ROW_SHARE * at_one * _FIRST_SPREAD
-        each = max(0.0, (self._joint + assumed) / (self._spread + _FIRST_SPREAD))
-        whole = self._seconds + each * (num_rows - self._rows)
-        return min(1.0, max((each + extra_s) * num_rows / whole, _LEAST_SHARE)) if whole > 0 else 1.0
+        # The assumption counts as a few steps, which is less and less of what is known.
+        spread = max(1.0, _ASSUMED_STEPS / self._num_steps)
+        return max(0.0, (self._joint + _FIRST_ROW_SHARE * at_one * spread) / (self._spread + spread))
 
 
 @dataclass(slots=True)
