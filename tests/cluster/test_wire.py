@@ -16,7 +16,16 @@ from cluster.kv.memory import PoolResize
 from cluster.kv.planner import plan_layout
 from cluster.kv.spec import FullAttentionSpec, RecurrentStateSpec, StateTensor
 from cluster.scheduling.plan import StepPlan
-from cluster.scheduling.request import NO_RULES, Finish, LogitRules, Request, SamplingParams, TokenLogprobs, Update
+from cluster.scheduling.request import (
+    NO_RULES,
+    Finish,
+    LogitRules,
+    Request,
+    SamplingParams,
+    Speculation,
+    TokenLogprobs,
+    Update,
+)
 from protos.cidery.node.v1 import node_pb2
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple)
@@ -36,6 +45,7 @@ SAMPLING = st.builds(
     SAMPLING,
     xtc_probability=FLOATS,
     xtc_threshold=FLOATS,
+    speculation=st.sampled_from(Speculation),
     rules=st.just(NO_RULES)
     | st.builds(
         LogitRules,

@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 from mlx_lm import load
 
 from cluster import grammars
@@ -232,6 +233,45 @@ def test_text_that_repeats_itself_takes_fewer_steps_and_other_text_no_more(bundl
     assert mac.num_accepted > 40
     steps, mac = num_steps(story, temperature=2.0, seed=3)
     assert mac.num_drafted <= 6
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 3.0], ids=["the same", "alike", "another"])
+@pytest.mark.parametrize("case", ["llama tied", "gemma3_text", "qwen3_next"])
+def test_a_draft_model_changes_nothing_however_good_it_is(case, noise):
+    """Itself, one that errs and one that knows nothing, with memory for few: greedy and drawn, preempted, in batches."""
+    model, source = make_model(case), "gemma3_text" if case == "gemma3_text" else "llama tied"
+    if case == source:
+        draft = make_model(source)
+        mx.random.seed(2)
+        draft.update(tree_map(lambda w: w + noise * w.std() * mx.random.normal(w.shape), draft.parameters()))
+    else:
+        draft = make_model(source)
+    requests = {
+        request_id: asked for request_id, asked in _requests().items() if "none" in request_id or "pen" in request_id
+    }
+    expected = {request_id: tokens for request_id, tokens in _answers(case).items() if request_id in requests}
+    mac = InProcessMac(
+        make_model(case),
+        config_of(case),
+        max_drafts=4,
+        speculation=Speculation.DRAFT,
+        draft_model=(draft, config_of(source)),
+        draft_kv_bytes=1 << 16,
+    )
+    answers, rng = {}, random.Random(1)
+    for request_id, (prompt, fields) in requests.items():
+        answers[request_id] = mac.add(request_id, prompt, _MAX_TOKENS, stop_token_ids=(4,), **fields)
+        mac.step()
+    while mac.scheduler.has_work():
+        live = [request_id for request_id in answers if answers[request_id].finish is None]
+        if live and rng.random() < 0.1:
+            mac.preempt(rng.choice(live))
+        mac.step()
+        mac.scheduler.check()
+    assert {request_id: answer.tokens for request_id, answer in answers.items()} == expected
+    assert mac.num_drafted > 0
+    if case == source and not noise:
+        assert mac.num_accepted > 0.3 * mac.num_drafted
 
 
 def test_a_request_may_be_left_alone(bundled):
