@@ -116,7 +116,7 @@ def test_all_of_a_request_is_understood():
 
 @pytest.mark.parametrize("value", ["default", "", "NGRAM", "medusa", 1, True, ["ngram"]])
 def test_a_way_to_guess_that_there_is_not_is_refused(value):
-    with pytest.raises(InvalidRequest, match="speculation: must be (off, auto, ngram or draft|a string), got"):
+    with pytest.raises(InvalidRequest, match=r"speculation: must be (off, auto, ngram or draft|a string), got"):
         parse_common({"speculation": value}, is_chat=True)
 
 

@@ -3,11 +3,15 @@
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from cluster.config import bundled_model
 from protos.cidery.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -118,3 +122,30 @@ def test_auto_serves_many_at_once(start):
         off = list(pool.map(lambda fields: served.complete(**fields, speculation="off"), asked))
         auto = list(pool.map(lambda fields: served.complete(**fields), asked))
     assert [each["choices"] for each in off] == [each["choices"] for each in auto]
+
+
+def test_a_draft_model_guesses_for_a_fleet(start):
+    """The bundled model for itself: every guess of a greedy answer comes true."""
+    draft = ("--speculative-method", "draft", "--draft-model", bundled_model(), "--num-speculative-tokens", "4")
+    with start(*draft, "--kv-cache-memory", "64MiB") as served:
+        plain, guessed = (served.chat(STORY, temperature=0, max_tokens=60, speculation=how) for how in ("off", "draft"))
+        assert guessed["choices"] == plain["choices"]
+        details = guessed["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] > 20
+        assert details["rejected_prediction_tokens"] <= 4
+
+
+def test_a_draft_model_with_other_tokens_ends_the_start(tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(bundled_model(), folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = ("--speculative-method", "draft", "--draft-model", str(folder), "--grpc-port", "0", "--http-port", "0")
+    ended = subprocess.run(
+        [sys.executable, "-m", "cluster", "serve", *options], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 1
+    assert "2 of its 1536 tokens are not those of" in ended.stderr

@@ -238,18 +238,13 @@ def test_text_that_repeats_itself_takes_fewer_steps_and_other_text_no_more(bundl
 @pytest.mark.parametrize("noise", [0.0, 0.3, 3.0], ids=["the same", "alike", "another"])
 @pytest.mark.parametrize("case", ["llama tied", "gemma3_text", "qwen3_next"])
 def test_a_draft_model_changes_nothing_however_good_it_is(case, noise):
-    """Itself, one that errs and one that knows nothing, with memory for few: greedy and drawn, preempted, in batches."""
-    model, source = make_model(case), "gemma3_text" if case == "gemma3_text" else "llama tied"
-    if case == source:
-        draft = make_model(source)
-        mx.random.seed(2)
-        draft.update(tree_map(lambda w: w + noise * w.std() * mx.random.normal(w.shape), draft.parameters()))
-    else:
-        draft = make_model(source)
-    requests = {
-        request_id: asked for request_id, asked in _requests().items() if "none" in request_id or "pen" in request_id
-    }
-    expected = {request_id: tokens for request_id, tokens in _answers(case).items() if request_id in requests}
+    """Itself, one that errs and one that knows nothing, with memory for few; drawn, preempted, in batches."""
+    source = "gemma3_text" if case == "gemma3_text" else "llama tied"
+    draft = make_model(source)
+    mx.random.seed(2)
+    draft.update(tree_map(lambda w: w + noise * w.std() * mx.random.normal(w.shape), draft.parameters()))
+    requests = {name: asked for name, asked in _requests().items() if name.split()[0] in ("none", "penalties")}
+    expected = {name: tokens for name, tokens in _answers(case).items() if name in requests}
     mac = InProcessMac(
         make_model(case),
         config_of(case),
@@ -271,7 +266,10 @@ def test_a_draft_model_changes_nothing_however_good_it_is(case, noise):
     assert {request_id: answer.tokens for request_id, answer in answers.items()} == expected
     assert mac.num_drafted > 0
     if case == source and not noise:
-        assert mac.num_accepted > 0.3 * mac.num_drafted
+        num_drafted, num_accepted = mac.num_drafted, mac.num_accepted
+        mac.add("greedy", [5, 4, 3], 40)
+        mac.run()
+        assert mac.num_accepted - num_accepted == mac.num_drafted - num_drafted > 20
 
 
 def test_a_request_may_be_left_alone(bundled):
