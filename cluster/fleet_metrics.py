@@ -28,6 +28,10 @@ class _Fleet(Collector):
         yield _gauge("cidery_mac_waiting", "Requests waiting", waiting)
         preemptions = [((m.name,), m.scheduling.num_preemptions) for m in known]
         yield _counter("cidery_mac_preemptions", "Requests preempted for want of KV memory", preemptions)
+        drafted = [((m.name,), m.scheduling.num_drafted_tokens) for m in known]
+        yield _counter("cidery_mac_drafted_tokens", "Tokens guessed and verified", drafted)
+        accepted = [((m.name,), m.scheduling.num_accepted_tokens) for m in known]
+        yield _counter("cidery_mac_accepted_tokens", "Generated tokens that had been guessed", accepted)
         groups = [((m.name, str(i), group.kind), group) for m in known for i, group in enumerate(m.kv_cache.groups)]
         labels = ("group", "kind")
         findable = [(names, group.findable_bytes) for names, group in groups]

@@ -20,6 +20,7 @@ from cluster.kv.points import PointKind
 from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks, TableEdit
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.drafts import max_drafts
 from cluster.scheduling.drain import DrainEstimate
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.in_flight import PlanInFlight, PlansInFlight
@@ -60,6 +61,8 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
+        self._num_drafted_tokens = 0
+        self._num_accepted_tokens = 0
 
     def add(self, request: Request, now_s: float) -> Update | None:
         """Queue a request.
@@ -202,6 +205,8 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_queried_tokens=self._num_queried_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            num_drafted_tokens=self._num_drafted_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def check(self) -> None:
@@ -235,7 +240,7 @@ class Scheduler:
         for live in sorted(self._running, key=priorities_among(self._running), reverse=True):
             start = live.num_planned
             if live.is_running and start + 1 == live.num_ahead < live.max_length:
-                num_drafts = self._num_drafts(live, num_spare)
+                num_drafts = max_drafts(live, self._config.num_speculative_tokens, num_spare, block_size)
                 new_blocks = step.allocate(live, start + 1, num_drafts) if num_drafts else None
                 if new_blocks is None:
                     # Nobody gives up blocks for a guess.
@@ -249,18 +254,6 @@ class Scheduler:
                     if block_size and start % block_size == 0:
                         step.checkpoint(live, start, live.stops.get(start, PointKind.TURN_END))
         return [live for live in self._running if live.num_planned + 1 != live.num_ahead]
-
-    def _num_drafts(self, live: LiveRequest, num_spare: int) -> int:
-        """Guessed tokens that may run behind the request's next row: at most so many, and none beyond its length.
-
-        With states, none beyond the end of a block: when the token after it is drawn, all before it are in the state.
-        """
-        start = live.num_planned
-        most = min(live.num_wanted_drafts, self._config.num_speculative_tokens, num_spare, live.max_length - start - 2)
-        if self._kv.has_states:
-            block_size = self._kv.layout.block_size
-            most = min(most, block_size - 1 - start % block_size)
-        return max(0, most)
 
     def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step: StepBuilder) -> int:
         """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
@@ -426,6 +419,8 @@ class Scheduler:
             self._drop(live, is_settled=True)
             failed = live.request.request_id, (), (), Finish.ABORTED
             return Update(*failed, live.num_cached_tokens, live.queue_s, failure=sampled[0].failure)
+        self._num_drafted_tokens += num_drafts
+        self._num_accepted_tokens += len(sampled) - 1
         live.token_ids += (each.token_id for each in sampled)
         finish: Finish | None = None
         if sampled[-1].stopped:

@@ -51,6 +51,8 @@ class TestWhatMayBeGuessed:
         (update,) = rig.apply()
         assert len(update.token_ids) == 5
         assert (update.num_drafted_tokens, update.num_accepted_tokens) == (4, 4)
+        stats = rig.scheduler.stats()
+        assert (stats.num_drafted_tokens, stats.num_accepted_tokens) == (4, 4)
         rig.drain()
 
     def test_nothing_at_all_where_no_drafts_are_configured(self):
