@@ -323,7 +323,9 @@ class MacEngine:
         self._pump()  # before anything else: the worker must not wait for us
         self.num_steps += 1
         self.num_generated_tokens += sum(len(update.token_ids) for update in updates)
-        self.step_samples.append(replace(sample, seconds=result.run_s))
+        # Drafts are rows too, or rows would seem dearer where tokens are guessed.
+        num_rows = sample.num_decoding + sum(each.num_drafts for each in result.speculated)
+        self.step_samples.append(replace(sample, num_decoding=num_rows, seconds=result.run_s))
         self._deliver(updates)
         if any(update.finish is not None for update in updates):
             self._on_change()

@@ -4,8 +4,9 @@ All of a row's state follows from its grammar and its tokens. Masks of all rows 
 in parallel, while the device runs the forward; what takes longer (the vocabulary's table, compiling a grammar) runs in
 a thread and is waited for where the sequence first samples.
 
-Tokens that a grammar forces are drawn one a step, like any other: a plan has one row for the next token, and the plan
-after it is made before that token is known. They could go along as drafts of a step that verifies several rows.
+Tokens that a grammar forces are drawn like any other; where a request may guess tokens, they go along as drafts of a
+step that verifies several rows (`worker/speculation.py`), and what is guessed otherwise is cut where the grammar does
+not allow it.
 
 The table is not kept on disk: that would save two thirds of the second of CPU that it takes, and need calls back into
 Python from within masks to spell forced text as the tokenizer does.

@@ -234,8 +234,10 @@ class Scheduler:
     def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
         block_size = self._kv.layout.block_size if self._kv.has_states else 0
-        # Everyone's row comes before anyone's drafts.
+        # Everyone's row comes before anyone's drafts, and prompts keep half of what is left.
         num_spare = self._config.max_num_batched_tokens - len(self._running)
+        if self._waiting or any(live.num_planned + 1 != live.num_ahead for live in self._running):
+            num_spare //= 2
         # Highest first: its row spares a request, and where windows move on it may never need a block again.
         for live in sorted(self._running, key=priorities_among(self._running), reverse=True):
             start = live.num_planned

@@ -81,12 +81,14 @@ class TestWhatMayBeGuessed:
         assert [s.max_drafts for s in plan.slices] == [3, 0, 0, 0]
         rig.drain()
 
-    def test_drafts_come_out_of_the_budget_of_prefills(self):
+    def test_prompts_keep_half_of_what_rows_leave(self):
         rig = rig_of(max_num_batched_tokens=8, max_chunk_tokens=8)
-        rig.add(request_of("a", (1, 2), 12))
+        rig.add(request_of("a", (1, 2), 20))
         rig.step()
         rig.add(request_of("b", tuple(range(10)), 2))
-        assert [(s.num_tokens, s.max_drafts) for s in rig.schedule().slices] == [(1, 4), (3, 0)]
+        for _ in range(2):
+            assert [(s.num_tokens, s.max_drafts) for s in rig.schedule().slices] == [(1, 3), (4, 0)]
+            rig.apply()
         rig.drain()
 
     def test_nobody_gives_up_blocks_for_a_guess(self):
