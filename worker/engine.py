@@ -249,7 +249,8 @@ class Engine:
         return [models.sampled_logits(logits, batch)] if batch.sampled_rows else []
 
     def _report_sampled(self, verified: list[Verified], draw: Draw, tensors: KVTensors, result: pb.StepResult) -> None:
-        logprobs, drawn = draw.logprobs(), draw.token_ids()
+        drawn = draw.token_ids()
+        logprobs = draw.logprobs()
         first, wrong = 0, []
         for each in verified:
             sequence, num_rows = each.sequence, len(each.rows)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models import qwen3
 
 from cluster.kv.hashing import hash_blocks
 from protos.cidery.v1 import sampling_pb2
@@ -340,6 +341,25 @@ def test_after_a_resize_the_sequence_reads_its_block_where_it_went(engine):
     fresh = _sequence(seq_id=2, token_ids=whole)
     alone = engine.execute(_plan(_slice(seq_id=2, num_tokens=17, blocks=(8, 9)), sequences=[fresh]))
     assert after.sampled[0].token_id == alone.sampled[0].token_id
+
+
+def test_a_token_drawn_from_beyond_the_candidates_has_its_own_logprob():
+    """Of nearly even logits over more tokens than are sorted at first, rows are drawn once more."""
+    config = config_of("qwen3") | {"vocab_size": 3000}
+    mx.random.seed(1)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    driver = Driver(make_engine(model, config))
+    requests = [
+        driver.add(Request([seed], 6, SamplingParams(seed=seed, temperature=1.0, top_p=0.99, num_top_logprobs=1)))
+        for seed in range(4)
+    ]
+    driver.run()
+    for request in requests:
+        logits = model(mx.array([request.tokens]))[0].astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        for place, report in enumerate(request.logprobs):
+            assert report.logprob == pytest.approx(logprobs[place, report.token_id], abs=1e-4)
 
 
 class TestGuesses:
