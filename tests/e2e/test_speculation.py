@@ -112,27 +112,32 @@ def test_what_there_is_not_is_refused(guessing, value, words):
     assert words in response.json()["error"]["message"]
 
 
-def test_auto_serves_many_at_once(start):
-    """Plain, ruled and seeded requests together, with the tokens of a server without guesses."""
+@pytest.fixture(scope="module")
+def drafting(start):
+    """The bundled model guesses for itself: every guess of a greedy answer comes true."""
+    options = ("--speculative", "auto", "--draft-model", bundled_model(), "--num-speculative-tokens", "4")
+    with start(*options, "--kv-cache-memory", "64MiB") as served:
+        yield served
+
+
+def test_auto_serves_many_at_once(drafting):
+    """Greedy and seeded requests together, with the tokens that they have without guesses."""
     asked = [
         {"prompt": [n, 5, 6, 7] * 9, "max_tokens": 40, "ignore_eos": True, "seed": n, "temperature": n % 2}
         for n in range(12)
     ]
-    with start("--speculative", "auto", "--kv-cache-memory", "64MiB") as served, ThreadPoolExecutor(12) as pool:
-        off = list(pool.map(lambda fields: served.complete(**fields, speculation="off"), asked))
-        auto = list(pool.map(lambda fields: served.complete(**fields), asked))
+    with ThreadPoolExecutor(12) as pool:
+        off = list(pool.map(lambda fields: drafting.complete(**fields, speculation="off"), asked))
+        auto = list(pool.map(lambda fields: drafting.complete(**fields), asked))
     assert [each["choices"] for each in off] == [each["choices"] for each in auto]
 
 
-def test_a_draft_model_guesses_for_a_fleet(start):
-    """The bundled model for itself: every guess of a greedy answer comes true."""
-    draft = ("--speculative-method", "draft", "--draft-model", bundled_model(), "--num-speculative-tokens", "4")
-    with start(*draft, "--kv-cache-memory", "64MiB") as served:
-        plain, guessed = (served.chat(STORY, temperature=0, max_tokens=60, speculation=how) for how in ("off", "draft"))
-        assert guessed["choices"] == plain["choices"]
-        details = guessed["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] > 20
-        assert details["rejected_prediction_tokens"] <= 4
+def test_a_draft_model_guesses_for_a_fleet(drafting):
+    plain, guessed = (drafting.chat(STORY, temperature=0, max_tokens=60, speculation=how) for how in ("off", "draft"))
+    assert guessed["choices"] == plain["choices"]
+    details = guessed["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 20
+    assert details["rejected_prediction_tokens"] <= 4
 
 
 def test_a_draft_model_with_other_tokens_ends_the_start(tmp_path):
