@@ -11,6 +11,7 @@ import mlx.core as mx
 from worker import cpu_math
 from worker.group_rows import DecodeGroup, PrefillSpan
 from worker.metal import twins
+from worker.metal.kv_pools import KVPool
 
 # Queries that meet their keys at once: bounds the scores, and skips those out of reach.
 _QUERY_TILE = 128
@@ -26,7 +27,7 @@ class Extras:
 
 PLAIN = Extras()
 
-Pools = tuple[mx.array, mx.array]
+Pools = tuple[KVPool, KVPool]
 
 
 def decode(

@@ -5,7 +5,7 @@ frees, another can take. Caches whose blocks have as many elements of the same t
 the array reshaped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -103,11 +103,10 @@ class PoolArrays:
         for tensor, content in zip(tensors, contents, strict=True):
             self.write(tensor, _block_rows(targets, tensor), content)
 
-    def fill_blocks(self, caches: Sequence[int], block_ids: Sequence[int], value: float, *, first: int = 0) -> None:
-        """Set whole blocks to one value, in the tensors from the `first` on."""
-        for cache in caches:
-            for tensor in self.tensors[cache][first:]:
-                self.write(tensor, _block_rows(block_ids, tensor), mx.array(value, tensor.key[-1]))
+    def fill_blocks(self, tensors: Iterable[Tensor], block_ids: Sequence[int], value: float) -> None:
+        """Set whole blocks to one value."""
+        for tensor in tensors:
+            self.write(tensor, _block_rows(block_ids, tensor), mx.array(value, tensor.key[-1]))
 
     def resize(self, pool: int, num_blocks: int, moves: Sequence[tuple[int, int]]) -> None:
         """Move blocks and give the pool another size; memory beyond its end is given back."""
@@ -150,14 +149,22 @@ class PoolArrays:
 def _tensors(cache: CacheShape, pool: int, place: int, block_size: int) -> tuple[Tensor, ...]:
     shapes: list[tuple[int, tuple[int, ...], mx.Dtype]]
     if isinstance(cache, LayerShape):
-        dims = [dim for dim in (cache.head_dim, cache.value_head_dim) if dim]
-        shapes = [(cache.num_kv_heads, (block_size, dim), cache.dtype) for dim in dims]
+        vectors = [_vector(cache, dim) for dim in (cache.head_dim, cache.value_head_dim) if dim]
+        shapes = [(cache.num_kv_heads, (block_size, size), dtype) for vector in vectors for size, dtype in vector]
     else:
         shapes = [(1, shape, dtype) for shape, dtype in zip(cache.shapes, cache.dtypes, strict=True)]
     return tuple(
         Tensor((pool, place, number, rows * prod(shape), dtype), rows, shape)
         for number, (rows, shape, dtype) in enumerate(shapes)
     )
+
+
+def _vector(cache: LayerShape, dim: int) -> list[tuple[int, mx.Dtype]]:
+    """Sizes and types of what stores one key or value: itself, or packed words, scales and biases."""
+    if cache.quantization is None:
+        return [(dim, cache.dtype)]
+    num_groups = dim // cache.quantization.group_size
+    return [(dim * cache.quantization.bits // 32, mx.uint32), (num_groups, cache.dtype), (num_groups, cache.dtype)]
 
 
 def _block_bytes(tensor: Tensor) -> int:

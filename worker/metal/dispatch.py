@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -10,6 +10,7 @@ from worker.batch import DecodeGroup, PrefillSpan
 from worker.kv_shapes import LayerShape
 from worker.metal import self_test, twins
 from worker.metal.factory import MetalKernel
+from worker.metal.kv_pools import KVPool
 from worker.metal.paged_decode import PagedDecode
 from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter
 from worker.metal.self_test import AttentionNeeds
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 _SHARED_HEADS = (1, 4, 8)
 
-Decode = Callable[[mx.array, mx.array, mx.array, DecodeGroup, int, float], mx.array]
-Prefill = Callable[[mx.array, mx.array, mx.array, PrefillSpan, int, float], mx.array]
+Decode = Callable[[mx.array, KVPool, KVPool, DecodeGroup, int, float], mx.array]
+Prefill = Callable[[mx.array, KVPool, KVPool, PrefillSpan, int, float], mx.array]
 Causal = Callable[[mx.array, mx.array, mx.array, float], mx.array]
 
 
@@ -83,8 +84,10 @@ def choose_writer(metal_kernel: MetalKernel | None, report: self_test.Report | N
 
 def _needs(layers: Sequence[LayerShape]) -> list[AttentionNeeds]:
     """What to test for such layers: some numbers of heads that share a KV head, since the layers don't tell theirs."""
-    return [
-        AttentionNeeds(layer.num_kv_heads * shared, layer.num_kv_heads, layer.head_dim, layer.dtype)
-        for layer in dict.fromkeys(layers)
-        for shared in _SHARED_HEADS
-    ]
+    needs = []
+    for layer in dict.fromkeys(layers):
+        need = AttentionNeeds(layer.num_kv_heads, layer.num_kv_heads, layer.head_dim, layer.dtype)
+        if layer.quantization is not None:
+            need = replace(need, bits=layer.quantization.bits, group_size=layer.quantization.group_size)
+        needs += [replace(need, num_heads=layer.num_kv_heads * shared) for shared in _SHARED_HEADS]
+    return needs
