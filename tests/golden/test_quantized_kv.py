@@ -48,7 +48,7 @@ def _rounded(array: mx.array, bits: int, group_size: int) -> mx.array:
     return mx.dequantize(*mx.quantize(array, **options), **options)
 
 
-def _rounding_caches(model, bits: int, group_size: int | None):
+def rounding_caches(model, bits: int, group_size: int | None):
     """mlx-lm's caches, which are given rounded keys and values."""
     caches = make_prompt_cache(model)
     for leaf in leaves_of(caches):
@@ -70,7 +70,7 @@ def _round_into(leaf, bits: int, group_size: int | None) -> None:
 
 def _expected(model, bits, prompts):
     def rounding(model, prompt):
-        return scenario.reference(model, prompt, prompt_cache=_rounding_caches(model, bits, None))
+        return scenario.reference(model, prompt, prompt_cache=rounding_caches(model, bits, None))
 
     return scenario.expected_of(model, prompts, rounding)
 
