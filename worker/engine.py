@@ -45,6 +45,8 @@ class Engine:
         self._root = BlockHash(b"")
         self._sequences: dict[int, SequenceState] = {}
         self._idle_since_s = time.perf_counter()
+        # What the largest step takes beside weights and pools; 0 until it is measured (`worker.dry_run`).
+        self.activation_bytes = 0
 
     def describe(self) -> pb.Description:
         """What the manager plans with."""
@@ -60,6 +62,7 @@ class Engine:
             kernels=self._kernels.name,
             pid=os.getpid(),
             is_gpu=mx.default_device() == mx.gpu,
+            activation_bytes=self.activation_bytes,
         )
 
     def configure(self, message: pb.Configure) -> pb.Configured:
