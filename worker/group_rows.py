@@ -146,6 +146,7 @@ class GroupRows:
         self._decodes_together = decodes_together
         self._skips = skips or [0] * len(spans)
         self._write_index: dict[int, tuple[mx.array, mx.array]] = {}
+        self._first_slot: dict[int, tuple[slice, slice]] = {}
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
@@ -197,6 +198,13 @@ class GroupRows:
             rows = self.block_ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.int32)
             self._write_index[num_kv_heads] = mx.array(rows), mx.array(self.block_offsets[:, None])
         return self._write_index[num_kv_heads]
+
+    def first_slot(self, num_kv_heads: int) -> tuple[slice, slice]:
+        """Where the key of the first token goes, without a gather of indices: for a step of one token."""
+        if num_kv_heads not in self._first_slot:
+            first, offset = int(self.block_ids[0]) * num_kv_heads, int(self.block_offsets[0])
+            self._first_slot[num_kv_heads] = slice(first, first + num_kv_heads), slice(offset, offset + 1)
+        return self._first_slot[num_kv_heads]
 
     def _first_block(self, span: RowSpan) -> int:
         return self.reach.first_needed(span.start) // self.block_size

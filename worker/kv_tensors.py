@@ -1,6 +1,8 @@
 """The KV pools as a step uses them: keys and values written and read by block, states taken and put back by slot."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import mlx.core as mx
 
@@ -8,8 +10,23 @@ from worker.batch import Batch
 from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, StateShape
 from worker.metal.kv_pools import KVPool
 from worker.metal.quantized import QuantizedPool
-from worker.pool_arrays import PoolArrays, Tensor
+from worker.pool_arrays import Index, PoolArrays, Tensor
 from worker.states import PendingStates, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An attention cache: what it keeps, its group, and the tensors of its keys and of its values, if it has any."""
+
+    shape: LayerShape
+    group: int
+    vectors: tuple[tuple[Tensor, ...], ...]
+
+    @classmethod
+    def of(cls, shape: LayerShape, group: int, tensors: Sequence[Tensor]) -> Self:
+        """A quantised vector has three tensors: packed words, scales, biases."""
+        size = 1 if shape.quantization is None else 3
+        return cls(shape, group, tuple(tuple(tensors[at : at + size]) for at in range(0, len(tensors), size)))
 
 
 class KVTensors:
@@ -30,6 +47,11 @@ class KVTensors:
         self.block_size = block_size
         self.group_of = {cache: number for number, group in enumerate(groups) for cache in group.caches}
         self._arrays = PoolArrays(caches, groups, num_blocks, block_size)
+        self._attention = {
+            cache: _Kept.of(shape, self.group_of[cache], self._arrays.tensors[cache])
+            for cache, shape in enumerate(caches)
+            if isinstance(shape, LayerShape)
+        }
         self._states = {
             cache: PendingStates(shape, self._arrays, self._arrays.tensors[cache])
             for cache, shape in enumerate(caches)
@@ -60,58 +82,37 @@ class KVTensors:
 
     def pools(self, cache: int) -> tuple[KVPool, KVPool]:
         """Keys and values of an attention cache; of one that holds keys alone, these twice."""
-        vectors = self._vectors(cache)
-        return self._pool(cache, vectors[0]), self._pool(cache, vectors[-1])
+        kept = self._attention[cache]
+        return self._pool(kept.shape, kept.vectors[0]), self._pool(kept.shape, kept.vectors[-1])
 
     def write(self, cache: int, keys: mx.array, values: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
         """Store the step's new K and V, `[num_tokens, num_kv_heads, 1, head_dim]` or `[1, heads, num_tokens, dim]`.
 
         Returns them as whoever reads the pool will see them.
         """
+        kept = self._attention[cache]
+        heads, quantization = kept.shape.num_kv_heads, kept.shape.quantization
+        rows = batch.view(kept.group, kept.shape.reach)
+        index: Index = rows.first_slot(heads) if batch.num_tokens == 1 else rows.write_index(heads)
+        if quantization is None:
+            for (tensor,), new in zip(kept.vectors, (keys, values), strict=False):
+                self._arrays.write(tensor, index, _by_token(new, batch))
+            return keys, values
         seen = [keys, values]
-        for number, tensors in enumerate(self._vectors(cache)):
-            parts, seen[number] = self._stored(cache, seen[number])
-            for tensor, part in zip(tensors, parts, strict=True):
-                self._write(cache, tensor, part, batch)
+        size, bits = quantization.group_size, quantization.bits
+        for number, tensors in enumerate(kept.vectors):
+            packed, scales, biases = mx.quantize(seen[number], group_size=size, bits=bits)
+            for tensor, part in zip(tensors, (packed, scales, biases), strict=True):
+                self._arrays.write(tensor, index, _by_token(part, batch))
+            seen[number] = mx.dequantize(packed, scales, biases, group_size=size, bits=bits)
         return seen[0], seen[1]
 
-    def _write(self, cache: int, tensor: Tensor, new: mx.array, batch: Batch) -> None:
-        shape = self._layer(cache)
-        rows, heads = batch.view(self.group_of[cache], shape.reach), shape.num_kv_heads
-        if batch.num_tokens == 1:
-            first, offset = int(rows.block_ids[0]) * heads, int(rows.block_offsets[0])
-            self._arrays.write(tensor, (slice(first, first + heads), slice(offset, offset + 1)), new)
-            return
-        if batch.is_flat:
-            new = new.swapaxes(1, 2)
-        self._arrays.write(tensor, rows.write_index(heads), new.reshape(batch.num_tokens, heads, -1))
-
-    def _stored(self, cache: int, new: mx.array) -> tuple[Sequence[mx.array], mx.array]:
-        """What the pools are given for new rows, and what is read of them again."""
-        quantization = self._layer(cache).quantization
-        if quantization is None:
-            return (new,), new
-        bits, group_size = quantization.bits, quantization.group_size
-        packed, scales, biases = mx.quantize(new, group_size=group_size, bits=bits)
-        read = mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)
-        return (packed, scales, biases), read
-
-    def _layer(self, cache: int) -> LayerShape:
-        shape = self.caches[cache]
-        assert isinstance(shape, LayerShape)
-        return shape
-
-    def _vectors(self, cache: int) -> list[tuple[Tensor, ...]]:
-        """The tensors of keys, and those of values if there are any."""
-        tensors, size = self._arrays.tensors[cache], 1 if self._layer(cache).quantization is None else 3
-        return [tensors[first : first + size] for first in range(0, len(tensors), size)]
-
-    def _pool(self, cache: int, tensors: Sequence[Tensor]) -> KVPool:
-        shape = self._layer(cache)
-        arrays = [self._arrays.read(tensor) for tensor in tensors]
+    def _pool(self, shape: LayerShape, tensors: Sequence[Tensor]) -> KVPool:
         if shape.quantization is None:
-            return arrays[0]
-        packed, scales, biases = (array.reshape(-1, shape.num_kv_heads, *array.shape[1:]) for array in arrays)
+            return self._arrays.read(tensors[0])
+        packed, scales, biases = (
+            array.reshape(-1, shape.num_kv_heads, *array.shape[1:]) for array in map(self._arrays.read, tensors)
+        )
         return QuantizedPool(packed, scales, biases, shape.quantization.bits, shape.quantization.group_size)
 
     def begin_states(self, slots: dict[int, list[Slots]], fresh: dict[int, frozenset[Slots]]) -> None:
@@ -145,7 +146,7 @@ class KVTensors:
     def clear_values(self, group: int, block_ids: Sequence[int]) -> None:
         """Zero what attention may multiply by a weight of zero: a number left by somebody else might not be finite."""
         for cache in self.groups[group].caches:
-            shape, vectors = self._layer(cache), self._vectors(cache)
+            shape, vectors = self._attention[cache].shape, self._attention[cache].vectors
             # Packed words are finite whatever they are.
             first = 0 if shape.quantization is None else 1
             read = vectors if shape.is_latent else vectors[1:]
@@ -154,3 +155,12 @@ class KVTensors:
     def resize(self, pool: int, num_blocks: int, moves: Sequence[tuple[int, int]]) -> None:
         """Move blocks of a pool and give it another size; states must be settled."""
         self._arrays.resize(pool, num_blocks, moves)
+
+
+def _by_token(new: mx.array, batch: Batch) -> mx.array:
+    """A step's new rows `[num_tokens, heads, dim]`; of a single token as they are."""
+    if batch.num_tokens == 1:
+        return new
+    if batch.is_flat:
+        new = new.swapaxes(1, 2)
+    return new.reshape(batch.num_tokens, -1, new.shape[-1])

@@ -17,6 +17,7 @@ from worker.kv_shapes import CacheGroup, CacheShape, LayerShape
 _FIRST_BLOCKS = 64
 _FIRST_BYTES = 1 << 27
 
+Index = mx.array | tuple[mx.array, mx.array] | tuple[slice, slice]
 # (pool, place in the group, tensor of the cache, elements of a block, type)
 _Key = tuple[int, int, int, int, mx.Dtype]
 
@@ -67,7 +68,7 @@ class PoolArrays:
         array = self._arrays[tensor.key]
         return array if array.shape[1:] == tensor.shape else array.reshape(-1, *tensor.shape)
 
-    def write(self, tensor: Tensor, index: mx.array | slice | tuple[mx.array | slice, ...], values: mx.array) -> None:
+    def write(self, tensor: Tensor, index: Index, values: mx.array) -> None:
         """`pool[index] = values`, in place."""
         if self._kept_as[tensor.key].shape == tensor.shape:
             self._arrays[tensor.key][index] = values
