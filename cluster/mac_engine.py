@@ -166,7 +166,9 @@ class MacEngine:
         if self.scheduler is None or self.described is None:
             raise MacLost(f"{self.mac} has not finished starting")
         if message.root_hash != self.root:
-            raise InvalidRequest("root_hash", f"the gateway's model, tokenizer or block size differs from {self.mac}'s")
+            raise InvalidRequest(
+                "root_hash", f"the gateway's model, tokenizer, KV format or block size differs from {self.mac}'s"
+            )
         request = wire.request_from_open(message, self.described.eos_token_ids)
         rules = request.sampling.rules
         if rules.grammar and not self.described.eos_token_ids:
@@ -191,7 +193,7 @@ class MacEngine:
 
     async def _run_worker(self) -> None:
         """From the start of one worker to its end."""
-        worker = await WorkerProcess.start(self._config.model, self._folder, self._log_path)
+        worker = await WorkerProcess.start(self._config, self._folder, self._log_path)
         self._worker = worker
         try:
             described = await worker.connect()

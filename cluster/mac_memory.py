@@ -61,7 +61,11 @@ def plan_kv(
 
 def kv_format(described: worker_pb2.Description) -> str:
     """Names the type of what is cached: Macs that store it otherwise have other blocks."""
-    return "+".join(sorted({layer.dtype for layer in described.layers if layer.dtype})) or "states"
+    return "+".join(sorted({_stored_as(layer) for layer in described.layers if layer.dtype})) or "states"
+
+
+def _stored_as(layer: worker_pb2.Layer) -> str:
+    return f"{layer.dtype} in {layer.kv_bits} bits by {layer.kv_group_size}" if layer.kv_bits else layer.dtype
 
 
 def _spec(layer: worker_pb2.Layer) -> LayerSpec:
@@ -70,6 +74,8 @@ def _spec(layer: worker_pb2.Layer) -> LayerSpec:
         return RecurrentStateSpec("recurrent_state", tensors)
     heads, dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.value_head_dim
     stored = KVFormat(_DTYPE_BITS[layer.dtype])
+    if layer.kv_bits:
+        stored = KVFormat(layer.kv_bits, layer.kv_group_size, 2 * _DTYPE_BITS[layer.dtype] // 8)
     if layer.kind == worker_pb2.LAYER_KIND_LATENT_ATTENTION:
         return MLASpec(heads * dim, heads * value_dim, stored)
     value_head_dim = None if value_dim == dim else value_dim

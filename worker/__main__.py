@@ -41,6 +41,9 @@ def _parse() -> WorkerConfig:
     mode.add_argument("--socket", dest="socket_path", help="serve the manager on this Unix socket")
     mode.add_argument("--prompt", help="answer this prompt and end; no cluster needed")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="type of weights and KV")
+    parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="quantise keys and values to so many bits")
+    parser.add_argument("--kv-group-size", type=int, choices=(32, 64), help="elements that share a scale")
+    parser.add_argument("--block-size", type=int, default=16, choices=(16, 32), help="tokens of a block of KV")
     parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
@@ -110,22 +113,24 @@ def _answer(config: WorkerConfig) -> int:
 
 
 def _build_engine(config: WorkerConfig) -> "Engine":
-    from worker import machine, models, trial
+    from worker import kv_quantization, machine, models, trial
     from worker.engine import Engine
     from worker.grammar import GrammarTable
-    from worker.metal.dispatch import choose_kernels
+    from worker.kernel_needs import needs_of
+    from worker.metal.dispatch import choose_kernels, has_metal, twin_kernels
 
     machine.prepare()
-    loaded = models.load(config.model, dtype=config.dtype)
+    memory_limit_bytes = machine.memory_limit_bytes()
+    plain = models.load(config.model, dtype=config.dtype)
+    if plain.unreviewed:
+        # Not quantised, as what it is held against.
+        trial.verify(Engine(plain, twin_kernels(), memory_limit_bytes=memory_limit_bytes), plain)
+    loaded = kv_quantization.quantise(plain, config.kv_bits, config.kv_group_size)
     grammars = None
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
-    engine = Engine(
-        loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes(), grammars=grammars
-    )
-    if loaded.unreviewed:
-        trial.verify(engine, loaded)
-    return engine
+    kernels = choose_kernels(needs_of(loaded, config.block_size) if has_metal() else ())
+    return Engine(loaded, kernels, memory_limit_bytes=memory_limit_bytes, grammars=grammars)
 
 
 def _watch_stdin() -> None:

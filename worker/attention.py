@@ -144,7 +144,8 @@ class PagedCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write before read: the handles see the new tokens too."""
         step, shape = self._step, self._shape
-        step.tensors.write(self._index, keys, values, step.batch)
+        # What the pool makes of them, if it rounds: a prompt's first chunk must not see more than later ones.
+        keys, values = step.tensors.write(self._index, keys, values, step.batch)
         if step.is_dense:
             self._fetched = self.keys, self.values = self._gathered(values)
         elif shape.is_latent:

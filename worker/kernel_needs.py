@@ -14,7 +14,7 @@ from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker import standalone
 from worker.attention import PagedCache
 from worker.engine import Engine
-from worker.kv_shapes import LayerShape, Reach, ReachKind, StateShape
+from worker.kv_shapes import LayerShape, Quantization, Reach, ReachKind, StateShape
 from worker.metal import state_twins
 from worker.metal.decode_checks import LatentNeeds
 from worker.metal.dispatch import twin_kernels
@@ -74,8 +74,8 @@ def _watch(cache: PagedCache, seen: _Seen, block_size: int) -> None:
         return attend(queries, keys, values, scale, extras)
 
     def noted_latent(queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
-        widths = shape.head_dim, shape.value_head_dim
-        seen.needs[LatentNeeds(queries.shape[1], *widths, shape.dtype, block_size)] = None
+        widths, bits = (shape.head_dim, shape.value_head_dim), shape.quantization.bits if shape.quantization else 0
+        seen.needs[LatentNeeds(queries.shape[1], *widths, shape.dtype, block_size, bits)] = None
         return attend_latent(queries, rotary_queries, scale)
 
     cache.attend = noted  # type: ignore[method-assign]
@@ -83,6 +83,7 @@ def _watch(cache: PagedCache, seen: _Seen, block_size: int) -> None:
 
 
 def _attention_needs(shape: LayerShape, num_heads: int, extras: Extras, block_size: int) -> AttentionNeeds:
+    stored = shape.quantization or Quantization(0, 32)
     return AttentionNeeds(
         num_heads,
         shape.num_kv_heads,
@@ -93,6 +94,8 @@ def _attention_needs(shape: LayerShape, num_heads: int, extras: Extras, block_si
         chunk=_size(shape.reach, ReachKind.CHUNK),
         softcap=extras.soft_cap or 0.0,
         has_sinks=extras.sinks is not None,
+        bits=stored.bits,
+        group_size=stored.group_size,
         value_dim=shape.value_head_dim,
     )
 

@@ -3,13 +3,14 @@
 All of it goes through one `PoolWriter`, which knows in which order a pool may be used.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from worker.batch import Batch
-from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, StateShape
-from worker.metal.pool_writer import PoolWriter, Result, ScatterWriter
+from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, Quantization, StateShape
+from worker.metal.pool_writer import Pool, PoolWriter, Result, ScatterWriter
+from worker.metal.quantized import QuantizedPool
 from worker.pool_arrays import PoolArrays
 from worker.states import PendingStates, Slots
 
@@ -20,7 +21,8 @@ class KVTensors:
     `groups[g]` are the caches (by index) that share block table g, `num_blocks` the size of each pool, its null block
     included. Readers get keys as `[num_blocks * num_kv_heads, block_size, head_dim]`, which is `[num_blocks,
     num_kv_heads, block_size, head_dim]` in memory: one gather by `block_id * num_kv_heads + head` then yields what
-    attention takes. A pool of states is `[num_blocks, *shape]`.
+    attention takes. Quantised keys are three pools, of packed words, scales and biases: `QuantizedPool`. A pool of
+    states is `[num_blocks, *shape]`.
     """
 
     def __init__(
@@ -72,23 +74,52 @@ class KVTensors:
     def read(self, cache: int, reader: Callable[..., Result]) -> Result:
         """What `reader(keys, values, after=token)` computes from an attention cache, this step's rows included.
 
-        A cache that holds one tensor (keys alone, latents) gives `reader(keys, after=token)`. See `PoolWriter.read`.
+        A cache that holds one vector (keys alone, latents) gives `reader(keys, after=token)`. See `PoolWriter.read`.
         """
-        return self._writer.read(self._arrays.pools[cache], reader)
+        stored = self._layer(cache).quantization
+        pools = self._arrays.pools[cache]
+        if stored is None:
+            return self._writer.read(pools, reader)
+        heads = self._layer(cache).num_kv_heads
 
-    def write(self, cache: int, keys: mx.array, values: mx.array, batch: Batch) -> None:
-        """Store the step's new K and V, `[num_tokens, num_kv_heads, 1, head_dim]` or `[1, heads, num_tokens, dim]`."""
-        shape = self.caches[cache]
-        assert isinstance(shape, LayerShape)
+        def quantized_reader(*arrays: mx.array, after: mx.array | None) -> Result:
+            by_block = [array.reshape(-1, heads, *array.shape[1:]) for array in arrays]
+            thirds = zip(by_block[::3], by_block[1::3], by_block[2::3], strict=True)
+            vectors = [QuantizedPool(*parts, bits=stored.bits, group_size=stored.group_size) for parts in thirds]
+            return reader(*vectors, after=after)
+
+        return self._writer.read(pools, quantized_reader)
+
+    def write(self, cache: int, keys: mx.array, values: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
+        """Store the step's new K and V, `[num_tokens, num_kv_heads, 1, head_dim]` or `[1, heads, num_tokens, dim]`.
+
+        Returns them as whoever reads the pool will see them.
+        """
+        shape = self._layer(cache)
         slots = batch.view(self.group_of[cache], shape.reach).slots
         new = [mx.concatenate([keys, values], axis=-1)] if shape.is_latent else [keys, values]
-        rows = new[: len(shape.tensor_widths)]
+        rows = new[: len(shape.vector_widths)]
         if batch.num_tokens > 1:
             size = (batch.num_tokens, shape.num_kv_heads, -1)
             rows = [(row.swapaxes(1, 2) if batch.is_flat else row).reshape(size) for row in rows]
         # Some models' values are of another type than their keys.
         rows = [row if row.dtype == shape.dtype else row.astype(shape.dtype) for row in rows]
-        self._writer.write(self._arrays.pools[cache], rows, slots)
+        pools = self._arrays.pools[cache]
+        stored = shape.quantization
+        if stored is None:
+            self._writer.write(pools, rows, slots)
+            return keys, values
+        for number, row in enumerate(rows):
+            packed, scales, biases = pools[3 * number : 3 * number + 3]
+            bits, group_size = stored.bits, stored.group_size
+            self._writer.quantize((packed, scales, biases), row, slots, bits=bits, group_size=group_size)
+        seen_keys, seen_values = (_rounded(rows, stored) for rows in (keys, values))
+        return seen_keys, seen_values
+
+    def _layer(self, cache: int) -> LayerShape:
+        shape = self.caches[cache]
+        assert isinstance(shape, LayerShape)
+        return shape
 
     def update_state(self, cache: int, number: int, kernel: Callable[..., tuple[mx.array, mx.array]]) -> mx.array:
         """What `kernel(pool, after=token)` gives beside its token; it updates one tensor of a state by slot, in place.
@@ -128,10 +159,19 @@ class KVTensors:
 
     def clear_values(self, group: int, block_ids: Sequence[int]) -> None:
         """Zero what attention may multiply by a weight of zero: a number left by somebody else might not be finite."""
-        caches: Iterable[int] = self.groups[group].caches
-        # Of a latent cache, the values are the front of the keys.
-        self._writer.fill([self._arrays.pools[cache][-1] for cache in caches], block_ids)
+        pools: list[Pool] = []
+        for cache in self.groups[group].caches:
+            # The last vector: values, or latents, whose front is the values. Packed words are finite whatever they are.
+            is_plain = self._layer(cache).quantization is None
+            pools += self._arrays.pools[cache][-1:] if is_plain else self._arrays.pools[cache][-2:]
+        self._writer.fill(pools, block_ids)
 
     def resize(self, pool: int, num_blocks: int, moves: Sequence[tuple[int, int]]) -> None:
         """Move blocks of a pool and give it another size; states must be settled."""
         self._arrays.resize(pool, num_blocks, moves)
+
+
+def _rounded(rows: mx.array, stored: Quantization) -> mx.array:
+    """Rows as they are once they were quantised."""
+    parts = mx.quantize(rows, group_size=stored.group_size, bits=stored.bits)
+    return mx.dequantize(*parts, group_size=stored.group_size, bits=stored.bits)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from worker import cpu_math
 from worker.group_rows import DecodeGroup, PrefillSpan
 from worker.metal import twins
+from worker.metal.kv_pools import KVPool
 
 # Queries that meet their keys at once: bounds the scores, and skips those out of reach.
 _QUERY_TILE = 128
@@ -26,7 +27,7 @@ class Extras:
 
 PLAIN = Extras()
 
-Pools = tuple[mx.array, mx.array]
+Pools = tuple[KVPool, KVPool]
 
 
 def decode(
@@ -56,7 +57,7 @@ def prefill(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def latent_decode(queries: mx.array, pool: mx.array, latent_dim: int, group: DecodeGroup, scale: float) -> mx.array:
+def latent_decode(queries: mx.array, pool: KVPool, latent_dim: int, group: DecodeGroup, scale: float) -> mx.array:
     """Latent attention, one query a row: `[rows, num_heads, 1, latent_dim + rope_dim]`; result `latent_dim` wide.
 
     Values are the front of the keys; the rest is computed along and dropped, since cutting it off would copy them.
@@ -66,7 +67,7 @@ def latent_decode(queries: mx.array, pool: mx.array, latent_dim: int, group: Dec
     return output.reshape(queries.shape)[..., :latent_dim]
 
 
-def latent_prefill(queries: mx.array, pool: mx.array, latent_dim: int, span: PrefillSpan, scale: float) -> mx.array:
+def latent_prefill(queries: mx.array, pool: KVPool, latent_dim: int, span: PrefillSpan, scale: float) -> mx.array:
     """The last tokens of a context by latent attention. Shapes: `[1, num_heads, num_tokens, width]`, as above."""
     latents = twins.gather(pool, span.gather_index(1))
     outputs = []

@@ -95,13 +95,22 @@ def _pools(cache: CacheShape, place: str, part: int, block_size: int) -> tuple[P
     shapes: list[tuple[tuple[int, ...], mx.Dtype]]
     is_by_head = isinstance(cache, LayerShape)
     if isinstance(cache, LayerShape):
-        shapes = [((cache.num_kv_heads, block_size, width), cache.dtype) for width in cache.tensor_widths]
+        vectors = [_vector(cache, width) for width in cache.vector_widths]
+        shapes = [((cache.num_kv_heads, block_size, size), dtype) for vector in vectors for size, dtype in vector]
     else:
         shapes = list(zip(cache.shapes, cache.dtypes, strict=True))
     return tuple(
         Pool(f"{place}.{number}.{prod(shape)}.{dtype}", tuple(shape), dtype, is_by_head, part)
         for number, (shape, dtype) in enumerate(shapes)
     )
+
+
+def _vector(cache: LayerShape, width: int) -> list[tuple[int, mx.Dtype]]:
+    """Sizes and types of what stores one key or value: itself, or packed words, scales and biases."""
+    if cache.quantization is None:
+        return [(width, cache.dtype)]
+    num_groups = width // cache.quantization.group_size
+    return [(width * cache.quantization.bits // 32, mx.uint32), (num_groups, cache.dtype), (num_groups, cache.dtype)]
 
 
 def _block_bytes(pool: Pool) -> int:

@@ -15,6 +15,7 @@ from worker.group_rows import GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
 from worker.metal import twins
 from worker.metal.dispatch import Kernels
+from worker.metal.kv_pools import KVPool
 from worker.metal.prefill_rows import PrefillOptions
 from worker.odd_attention import PLAIN, Extras
 
@@ -39,6 +40,9 @@ class LayerCall:
 def attends_to_fresh_keys(call: LayerCall) -> bool:
     """Whether the step's own keys are the whole context, in the order that attention takes: a prompt's first chunk."""
     batch, rows = call.batch, call.rows
+    if call.shape.quantization is not None and call.kernels.prefill is not None:
+        # What kernels write need not be what MLX rounds to, bit for bit.
+        return False
     if not (batch.is_flat and rows.prefills and call.is_plain and batch.spans[0].start == 0):
         return False
     return isinstance(rows.prefills[0].mask, str)
@@ -49,7 +53,7 @@ def fresh(call: LayerCall, queries: mx.array, keys: mx.array, values: mx.array) 
     return twins.causal(queries, keys, values, call.scale)
 
 
-def attend(call: LayerCall, queries: mx.array, keys: mx.array, values: mx.array, *, after: mx.array | None) -> mx.array:
+def attend(call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, *, after: mx.array | None) -> mx.array:
     """Over pools of keys and values; shape of the queries, with the values' last dimension."""
     batch, rows, kernels, heads = call.batch, call.rows, call.kernels, call.shape.num_kv_heads
     if rows.shared is not None:
@@ -75,7 +79,7 @@ def attend(call: LayerCall, queries: mx.array, keys: mx.array, values: mx.array,
 
 
 def attend_latent(
-    call: LayerCall, queries: mx.array, rotary: mx.array, latents: mx.array, *, after: mx.array | None
+    call: LayerCall, queries: mx.array, rotary: mx.array, latents: KVPool, *, after: mx.array | None
 ) -> mx.array:
     """Latent attention over a pool of latents with their rotary keys; the result is as wide as a latent.
 
@@ -86,7 +90,7 @@ def attend_latent(
     outputs = []
     for group in rows.decode_groups:
         part = queries if queries.shape[0] == group.last - group.first else queries[group.first : group.last]
-        if kernels.latent_decode is not None:
+        if kernels.latent_decode is not None and isinstance(latents, mx.array):
             part = part.astype(latents.dtype)
             output = kernels.latent_decode.decode_latent(part, latents, latent_dim, group, scale, after=after)
             outputs.append(output.astype(queries.dtype))
@@ -112,7 +116,7 @@ def _prefills(call: LayerCall, queries: mx.array, pools: odd_attention.Pools) ->
 
 
 def _prefill_by_kernel(
-    call: LayerCall, queries: mx.array, keys: mx.array, values: mx.array, after: mx.array | None
+    call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, after: mx.array | None
 ) -> mx.array:
     """All prefill rows: `[rows, heads, 1, head_dim]`, or `[1, heads, rows, head_dim]` in a flat step."""
     assert call.kernels.prefill is not None
@@ -125,7 +129,10 @@ def _prefill_by_kernel(
         sinks=call.extras.sinks,
     )
     packed = queries[0].swapaxes(0, 1) if is_flat else queries[:, :, 0]
-    by_block = [pool.reshape(-1, call.shape.num_kv_heads, *pool.shape[1:]) for pool in (keys, values)]
-    output = call.kernels.prefill(packed.astype(keys.dtype), *by_block, call.rows.prefill_rows, options, after)
+    keys, values = (
+        pool.reshape(-1, call.shape.num_kv_heads, *pool.shape[1:]) if isinstance(pool, mx.array) else pool
+        for pool in (keys, values)
+    )
+    output = call.kernels.prefill(packed.astype(keys.dtype), keys, values, call.rows.prefill_rows, options, after)
     output = output.astype(queries.dtype)
     return output.swapaxes(0, 1)[None] if is_flat else output[:, :, None]

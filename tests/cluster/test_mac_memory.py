@@ -42,6 +42,26 @@ _BITS16 = KVFormat(16)
             ),
             MLASpec(16, 4, _BITS16),
         ),
+        (
+            pb.Layer(
+                kind=pb.LAYER_KIND_SLIDING_WINDOW,
+                num_window_tokens=22,
+                **_HEADS | {"head_dim": 64, "value_head_dim": 64, "kv_bits": 4, "kv_group_size": 32},
+            ),
+            SlidingWindowSpec(2, 64, 22, KVFormat(4, 32, 4)),
+        ),
+        (
+            pb.Layer(
+                kind=pb.LAYER_KIND_LATENT_ATTENTION,
+                num_kv_heads=1,
+                head_dim=512,
+                value_head_dim=64,
+                dtype="float32",
+                kv_bits=8,
+                kv_group_size=64,
+            ),
+            MLASpec(512, 64, KVFormat(8, 64, 8)),
+        ),
         # Keys alone.
         (
             pb.Layer(kind=pb.LAYER_KIND_LATENT_ATTENTION, num_kv_heads=1, head_dim=8, dtype="float16"),
@@ -69,6 +89,8 @@ def test_format_names_the_types_that_are_stored():
     layers = [pb.Layer(**_HEADS), pb.Layer(**_HEADS | {"dtype": "float32"}), pb.Layer(states=[])]
     assert kv_format(pb.Description(layers=layers)) == "bfloat16+float32"
     assert kv_format(pb.Description(layers=[pb.Layer()])) == "states"
+    quantised = pb.Layer(**_HEADS | {"kv_bits": 8, "kv_group_size": 64})
+    assert kv_format(pb.Description(layers=[quantised])) == "bfloat16 in 8 bits by 64"
 
 
 def test_budget_is_what_is_told_or_what_the_machine_has_left():

@@ -14,7 +14,7 @@ from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
-from worker import models
+from worker import kv_quantization, models
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
@@ -50,9 +50,12 @@ class InProcessMac:
         max_model_len: int = MAX_MODEL_LEN,
         kernels: Kernels | None = None,
         grammars: GrammarTable | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int | None = None,
     ) -> None:
         kernels = kernels or twin_kernels()
-        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30, grammars=grammars)
+        loaded = kv_quantization.quantise(models.adapt(model, config), kv_bits, kv_group_size)
+        self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars)
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),

@@ -25,13 +25,14 @@ _TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class LatentNeeds:
-    """Layers of multi-head latent attention, absorbed."""
+    """Layers of multi-head latent attention, absorbed. No kernel reads latents in few `bits`; 0: they are plain."""
 
     num_heads: int
     latent_dim: int
     rope_dim: int
     dtype: mx.Dtype
     block_size: int = 16
+    bits: int = 0
 
     def __str__(self) -> str:
         return f"{self.num_heads} heads over latents of {self.latent_dim} + {self.rope_dim} {self.dtype}"

@@ -60,16 +60,18 @@ def choose_kernels(needs: Needs, metal_kernel: MetalKernel | None = None) -> Ker
     all that the model asks of it; each one that does not gives way to plain MLX by itself.
     """
     memory = None
+    if metal_kernel is None and not has_metal():
+        logger.info("kernels: plain MLX, because this machine has no Metal")
+        return twin_kernels()
+    if not needs:
+        logger.info("kernels: plain MLX, because no layer of the model could run on any")
+        return twin_kernels()
     if metal_kernel is None:
-        if not has_metal():
-            logger.info("kernels: plain MLX, because this machine has no Metal")
-            return twin_kernels()
         metal_kernel = mx.fast.metal_kernel
-        if needs:
-            try:
-                memory = self_test.ResultMemory(needs)
-            except OSError as error:
-                logger.warning("results of the self-test can't be kept, each start will test again: %s", error)
+        try:
+            memory = self_test.ResultMemory(needs)
+        except OSError as error:
+            logger.warning("results of the self-test can't be kept, each start will test again: %s", error)
     families, reasons = _families(needs)
     report = self_test.run(families, needs, metal_kernel, memory)
     kernels = assemble(metal_kernel, needs, report.passed, report.failures)
@@ -89,9 +91,10 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     decodes_latents = has_latents and "latent_decode" in works
     prefills = bool(attention) and "paged_prefill" in works
     shapes = {name: shape for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in needs)}
-    updates_states = bool(shapes) and works >= shapes.keys()
+    updates_states = bool(shapes) and set(works) >= shapes.keys()
+    writes = {"write_quantized" if need.bits else "write_kv" for need in attention}
     # Each reader must take the token of the writes: plain MLX attention doesn't.
-    in_place = {"in_place", "write_kv", "put_blocks"} <= set(works) and decodes and prefills and not has_latents
+    in_place = {"in_place", "put_blocks", *writes} <= set(works) and decodes and prefills and not has_latents
     states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
     ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
     used = {
@@ -137,8 +140,16 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
                 reasons[name] = f"{beyond} is beyond what it supports"
         if not reasons:
             wanted += ["write_kv", "put_blocks", "in_place"]
-    if any(isinstance(need, LatentNeeds) for need in needs):
-        wanted.append("latent_decode")
+            wanted += ["write_quantized"] if any(need.bits for need in attention) else []
+    latents = [need for need in needs if isinstance(need, LatentNeeds)]
+    if any(need.bits for need in latents):
+        reasons["latent_decode"] = "latents are quantised"
+    elif latents:
+        beyond_latent = [n for n in latents if not PagedDecode.supports(n.latent_dim + n.rope_dim, n.latent_dim)]
+        if beyond_latent:
+            reasons["latent_decode"] = f"{beyond_latent[0]} is beyond what it supports"
+        else:
+            wanted.append("latent_decode")
     if any(isinstance(need, RopeNeeds) for need in needs):
         wanted.append("rope")
     states = [need for need in needs if isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape))]

@@ -174,7 +174,10 @@ class PoolWriter(ABC):
     def quantize(
         self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, *, bits: int, group_size: int
     ) -> None:
-        """Store `rows [num_rows, num_heads, dim]` in the pools of packed words, scales and biases: `QuantizedPool`."""
+        """Store `rows [num_rows, num_heads, dim]` in the pools of packed words, scales and biases: `QuantizedPool`.
+
+        Rows as of `write`.
+        """
         for pool in pools:
             self._check_unread(pool)
         self._quantize(pools, rows, slots, bits, group_size)
@@ -392,10 +395,7 @@ class InPlaceWriter(PoolWriter):
         self._written |= dict.fromkeys((pool.key for pool in pools), token)
 
     def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
-        rows = [
-            new if new.ndim == 3 else new.reshape(1, *pool.block_shape[::2])
-            for pool, new in zip(pools, rows, strict=True)
-        ]
+        rows = [new if new.ndim == 3 else new.reshape(1, -1, new.shape[-1]) for new in rows]
         if len(pools) == 2 and _go_together(*pools):
             keys, values = map(self._seen, pools)
             token = self._write_kv(rows[0], rows[1], slots.array, keys, values, self._order(pools))
@@ -413,6 +413,8 @@ class InPlaceWriter(PoolWriter):
     def _quantize(
         self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, bits: int, group_size: int
     ) -> None:
+        if rows.ndim != 3:
+            rows = rows.reshape(1, -1, rows.shape[-1])
         packed, scales, biases = map(self._by_block, pools)
         pool = QuantizedPool(packed, scales, biases, bits, group_size)
         self._has_updated(pools, self._write_quantized(rows, slots.array, pool, self._order(pools)))
