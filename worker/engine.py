@@ -61,6 +61,7 @@ class Engine:
             kernels=self._kernels.name,
             pid=os.getpid(),
             is_gpu=mx.default_device() == mx.gpu,
+            failed_kernels=self._kernels.failed,
         )
 
     def configure(self, message: pb.Configure) -> pb.Configured:

@@ -113,7 +113,8 @@ def test_engine_on_the_harness_gives_the_tokens_of_plain_mlx(kind):
     kernels = dispatch.assemble(host, needs, {family.name for family in FAMILIES})
     our_tokens, our_logprobs = _answers(loaded, kernels)
     assert our_tokens == tokens
-    assert np.abs(our_logprobs - logprobs).max() < 1e-4
+    # In few bits, an element between two levels may become either.
+    assert np.abs(our_logprobs - logprobs).max() < (1e-4 if _KINDS[kind][2] is None else 1e-3)
     ran = {record.kernel.removeprefix("cidery_") for record in host.records}
     for name in _KINDS[kind][3]:
         assert any(kernel.startswith(f"{name}_f32") for kernel in ran), f"{name} is not among {ran}"

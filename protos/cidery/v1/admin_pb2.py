@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotos/cidery/v1/admin.proto\x12\tcidery.v1\"N\n\x04Load\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cnum_decoding\x18\x03 \x01(\r\"h\n\x06\x42locks\x12\x11\n\tnum_total\x18\x01 \x01(\r\x12\x10\n\x08num_used\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"\xd3\x01\n\nScheduling\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_worker_restarts\x18\x08 \x01(\r\"\x85\x01\n\x05\x44rift\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x1c\n\x14num_predicted_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_actual_tokens\x18\x03 \x01(\x04\x12\x18\n\x10num_error_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bis_alarming\x18\x05 \x01(\x08\"\xe3\x01\n\x07KVGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12num_queried_tokens\x18\x04 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bnum_limited\x18\x06 \x01(\x04\x12\x1f\n\x17num_evicted_left_behind\x18\x07 \x01(\x04\x12\x1a\n\x12num_evicted_ranked\x18\x08 \x01(\x04\x12\x1c\n\x14num_evicted_orphaned\x18\t \x01(\x04\"\x87\x01\n\x07KVCache\x12\x18\n\x10referenced_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.cidery.v1.KVGroup\"\xa2\x03\n\x03Mac\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.cidery.v1.Load\x12!\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x11.cidery.v1.Blocks\x12)\n\nscheduling\x18\x08 \x01(\x0b\x32\x15.cidery.v1.Scheduling\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x1b\n\x13worker_memory_bytes\x18\n \x01(\x04\x12\x12\n\nworker_pid\x18\x0b \x01(\r\x12\x15\n\rdecode_step_s\x18\r \x01(\x01\x12\x12\n\nhot_tokens\x18\x0e \x01(\x04\x12\x1f\n\x05\x64rift\x18\x0f \x01(\x0b\x32\x10.cidery.v1.Drift\x12\x0c\n\x04note\x18\x10 \x01(\t\x12$\n\x08kv_cache\x18\x0c \x01(\x0b\x32\x12.cidery.v1.KVCache\"\x11\n\x0fGetFleetRequest\"0\n\x10GetFleetResponse\x12\x1c\n\x04macs\x18\x01 \x03(\x0b\x32\x0e.cidery.v1.Mac\"\x11\n\x0fGetIndexRequest\"\x92\x02\n\x08MacIndex\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08next_seq\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_events\x18\x05 \x01(\x04\x12\x10\n\x08num_gaps\x18\x06 \x01(\x04\x12\x11\n\tis_synced\x18\x07 \x01(\x08\x12\x1b\n\x13num_blocks_by_group\x18\x08 \x03(\r\x12\x1c\n\x14num_no_effect_events\x18\t \x01(\x04\x12\x14\n\x0cnum_repeated\x18\n \x01(\x04\x12\x1b\n\x13num_unknown_parents\x18\x0b \x01(\x04\x12\x1d\n\x15num_digest_mismatches\x18\x0c \x01(\x04\"G\n\x10GetIndexResponse\x12\x10\n\x08num_keys\x18\x01 \x01(\r\x12!\n\x04macs\x18\x02 \x03(\x0b\x32\x13.cidery.v1.MacIndex\"P\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\t\n\x07subject\"=\n\nGroupDepth\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x9f\x02\n\tCandidate\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\t\x12\x17\n\x0fnum_held_tokens\x18\t \x01(\r\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.cidery.v1.GroupDepth\x12\x10\n\x08shared_s\x18\x0b \x01(\x01\x12\x0f\n\x07stall_s\x18\x0c \x01(\x01\x12\x12\n\npressure_s\x18\r \x01(\x01\"\x9a\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12(\n\ncandidates\x18\x05 \x03(\x0b\x32\x14.cidery.v1.Candidate\x12\x0e\n\x06policy\x18\x06 \x01(\t\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\",\n\rDrainResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x1c\n\rResumeRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\"-\n\x0eResumeResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"*\n\rCordonRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x0c\n\x04note\x18\x02 \x01(\t\"-\n\x0e\x43ordonResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x15\n\x13GetPlacementRequest\">\n\tPlacement\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04macs\x18\x02 \x03(\x0b\x32\x14.cidery.v1.PlacedMac\"<\n\tPlacedMac\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\"<\n\x14GetPlacementResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.cidery.v1.Placement*\x96\x01\n\x08MacState\x12\x19\n\x15MAC_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MAC_STATE_STARTING\x10\x01\x12\x13\n\x0fMAC_STATE_READY\x10\x02\x12\x16\n\x12MAC_STATE_DRAINING\x10\x03\x12\x12\n\x0eMAC_STATE_LOST\x10\x04\x12\x16\n\x12MAC_STATE_CORDONED\x10\x05\x32\xe5\x03\n\x0c\x41\x64minService\x12\x43\n\x08GetFleet\x12\x1a.cidery.v1.GetFleetRequest\x1a\x1b.cidery.v1.GetFleetResponse\x12\x43\n\x08GetIndex\x12\x1a.cidery.v1.GetIndexRequest\x1a\x1b.cidery.v1.GetIndexResponse\x12@\n\x07\x45xplain\x12\x19.cidery.v1.ExplainRequest\x1a\x1a.cidery.v1.ExplainResponse\x12:\n\x05\x44rain\x12\x17.cidery.v1.DrainRequest\x1a\x18.cidery.v1.DrainResponse\x12=\n\x06\x43ordon\x12\x18.cidery.v1.CordonRequest\x1a\x19.cidery.v1.CordonResponse\x12O\n\x0cGetPlacement\x12\x1e.cidery.v1.GetPlacementRequest\x1a\x1f.cidery.v1.GetPlacementResponse\x12=\n\x06Resume\x12\x18.cidery.v1.ResumeRequest\x1a\x19.cidery.v1.ResumeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotos/cidery/v1/admin.proto\x12\tcidery.v1\"N\n\x04Load\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cnum_decoding\x18\x03 \x01(\r\"h\n\x06\x42locks\x12\x11\n\tnum_total\x18\x01 \x01(\r\x12\x10\n\x08num_used\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"\xd3\x01\n\nScheduling\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_worker_restarts\x18\x08 \x01(\r\"\x85\x01\n\x05\x44rift\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x1c\n\x14num_predicted_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_actual_tokens\x18\x03 \x01(\x04\x12\x18\n\x10num_error_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bis_alarming\x18\x05 \x01(\x08\"\xe3\x01\n\x07KVGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12num_queried_tokens\x18\x04 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bnum_limited\x18\x06 \x01(\x04\x12\x1f\n\x17num_evicted_left_behind\x18\x07 \x01(\x04\x12\x1a\n\x12num_evicted_ranked\x18\x08 \x01(\x04\x12\x1c\n\x14num_evicted_orphaned\x18\t \x01(\x04\"\x87\x01\n\x07KVCache\x12\x18\n\x10referenced_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.cidery.v1.KVGroup\"\xa7\x04\n\x03Mac\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.cidery.v1.Load\x12!\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x11.cidery.v1.Blocks\x12)\n\nscheduling\x18\x08 \x01(\x0b\x32\x15.cidery.v1.Scheduling\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x1b\n\x13worker_memory_bytes\x18\n \x01(\x04\x12\x12\n\nworker_pid\x18\x0b \x01(\r\x12\x15\n\rdecode_step_s\x18\r \x01(\x01\x12\x12\n\nhot_tokens\x18\x0e \x01(\x04\x12\x1f\n\x05\x64rift\x18\x0f \x01(\x0b\x32\x10.cidery.v1.Drift\x12\x0c\n\x04note\x18\x10 \x01(\t\x12$\n\x08kv_cache\x18\x0c \x01(\x0b\x32\x12.cidery.v1.KVCache\x12\x0f\n\x07kernels\x18Z \x01(\t\x12;\n\x0fkernel_failures\x18[ \x03(\x0b\x32\".cidery.v1.Mac.KernelFailuresEntry\x1a\x35\n\x13KernelFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x11\n\x0fGetFleetRequest\"0\n\x10GetFleetResponse\x12\x1c\n\x04macs\x18\x01 \x03(\x0b\x32\x0e.cidery.v1.Mac\"\x11\n\x0fGetIndexRequest\"\x92\x02\n\x08MacIndex\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08next_seq\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_events\x18\x05 \x01(\x04\x12\x10\n\x08num_gaps\x18\x06 \x01(\x04\x12\x11\n\tis_synced\x18\x07 \x01(\x08\x12\x1b\n\x13num_blocks_by_group\x18\x08 \x03(\r\x12\x1c\n\x14num_no_effect_events\x18\t \x01(\x04\x12\x14\n\x0cnum_repeated\x18\n \x01(\x04\x12\x1b\n\x13num_unknown_parents\x18\x0b \x01(\x04\x12\x1d\n\x15num_digest_mismatches\x18\x0c \x01(\x04\"G\n\x10GetIndexResponse\x12\x10\n\x08num_keys\x18\x01 \x01(\r\x12!\n\x04macs\x18\x02 \x03(\x0b\x32\x13.cidery.v1.MacIndex\"P\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\t\n\x07subject\"=\n\nGroupDepth\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x9f\x02\n\tCandidate\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\t\x12\x17\n\x0fnum_held_tokens\x18\t \x01(\r\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.cidery.v1.GroupDepth\x12\x10\n\x08shared_s\x18\x0b \x01(\x01\x12\x0f\n\x07stall_s\x18\x0c \x01(\x01\x12\x12\n\npressure_s\x18\r \x01(\x01\"\x9a\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12(\n\ncandidates\x18\x05 \x03(\x0b\x32\x14.cidery.v1.Candidate\x12\x0e\n\x06policy\x18\x06 \x01(\t\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\",\n\rDrainResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x1c\n\rResumeRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\"-\n\x0eResumeResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"*\n\rCordonRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x0c\n\x04note\x18\x02 \x01(\t\"-\n\x0e\x43ordonResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x15\n\x13GetPlacementRequest\">\n\tPlacement\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04macs\x18\x02 \x03(\x0b\x32\x14.cidery.v1.PlacedMac\"<\n\tPlacedMac\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\"<\n\x14GetPlacementResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.cidery.v1.Placement*\x96\x01\n\x08MacState\x12\x19\n\x15MAC_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MAC_STATE_STARTING\x10\x01\x12\x13\n\x0fMAC_STATE_READY\x10\x02\x12\x16\n\x12MAC_STATE_DRAINING\x10\x03\x12\x12\n\x0eMAC_STATE_LOST\x10\x04\x12\x16\n\x12MAC_STATE_CORDONED\x10\x05\x32\xe5\x03\n\x0c\x41\x64minService\x12\x43\n\x08GetFleet\x12\x1a.cidery.v1.GetFleetRequest\x1a\x1b.cidery.v1.GetFleetResponse\x12\x43\n\x08GetIndex\x12\x1a.cidery.v1.GetIndexRequest\x1a\x1b.cidery.v1.GetIndexResponse\x12@\n\x07\x45xplain\x12\x19.cidery.v1.ExplainRequest\x1a\x1a.cidery.v1.ExplainResponse\x12:\n\x05\x44rain\x12\x17.cidery.v1.DrainRequest\x1a\x18.cidery.v1.DrainResponse\x12=\n\x06\x43ordon\x12\x18.cidery.v1.CordonRequest\x1a\x19.cidery.v1.CordonResponse\x12O\n\x0cGetPlacement\x12\x1e.cidery.v1.GetPlacementRequest\x1a\x1f.cidery.v1.GetPlacementResponse\x12=\n\x06Resume\x12\x18.cidery.v1.ResumeRequest\x1a\x19.cidery.v1.ResumeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cidery.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MACSTATE']._serialized_start=2853
-  _globals['_MACSTATE']._serialized_end=3003
+  _globals['_MAC_KERNELFAILURESENTRY']._loaded_options = None
+  _globals['_MAC_KERNELFAILURESENTRY']._serialized_options = b'8\001'
+  _globals['_MACSTATE']._serialized_start=2986
+  _globals['_MACSTATE']._serialized_end=3136
   _globals['_LOAD']._serialized_start=43
   _globals['_LOAD']._serialized_end=121
   _globals['_BLOCKS']._serialized_start=123
@@ -46,45 +48,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVCACHE']._serialized_start=810
   _globals['_KVCACHE']._serialized_end=945
   _globals['_MAC']._serialized_start=948
-  _globals['_MAC']._serialized_end=1366
-  _globals['_GETFLEETREQUEST']._serialized_start=1368
-  _globals['_GETFLEETREQUEST']._serialized_end=1385
-  _globals['_GETFLEETRESPONSE']._serialized_start=1387
-  _globals['_GETFLEETRESPONSE']._serialized_end=1435
-  _globals['_GETINDEXREQUEST']._serialized_start=1437
-  _globals['_GETINDEXREQUEST']._serialized_end=1454
-  _globals['_MACINDEX']._serialized_start=1457
-  _globals['_MACINDEX']._serialized_end=1731
-  _globals['_GETINDEXRESPONSE']._serialized_start=1733
-  _globals['_GETINDEXRESPONSE']._serialized_end=1804
-  _globals['_EXPLAINREQUEST']._serialized_start=1806
-  _globals['_EXPLAINREQUEST']._serialized_end=1886
-  _globals['_GROUPDEPTH']._serialized_start=1888
-  _globals['_GROUPDEPTH']._serialized_end=1949
-  _globals['_CANDIDATE']._serialized_start=1952
-  _globals['_CANDIDATE']._serialized_end=2239
-  _globals['_EXPLAINRESPONSE']._serialized_start=2242
-  _globals['_EXPLAINRESPONSE']._serialized_end=2396
-  _globals['_DRAINREQUEST']._serialized_start=2398
-  _globals['_DRAINREQUEST']._serialized_end=2425
-  _globals['_DRAINRESPONSE']._serialized_start=2427
-  _globals['_DRAINRESPONSE']._serialized_end=2471
-  _globals['_RESUMEREQUEST']._serialized_start=2473
-  _globals['_RESUMEREQUEST']._serialized_end=2501
-  _globals['_RESUMERESPONSE']._serialized_start=2503
-  _globals['_RESUMERESPONSE']._serialized_end=2548
-  _globals['_CORDONREQUEST']._serialized_start=2550
-  _globals['_CORDONREQUEST']._serialized_end=2592
-  _globals['_CORDONRESPONSE']._serialized_start=2594
-  _globals['_CORDONRESPONSE']._serialized_end=2639
-  _globals['_GETPLACEMENTREQUEST']._serialized_start=2641
-  _globals['_GETPLACEMENTREQUEST']._serialized_end=2662
-  _globals['_PLACEMENT']._serialized_start=2664
-  _globals['_PLACEMENT']._serialized_end=2726
-  _globals['_PLACEDMAC']._serialized_start=2728
-  _globals['_PLACEDMAC']._serialized_end=2788
-  _globals['_GETPLACEMENTRESPONSE']._serialized_start=2790
-  _globals['_GETPLACEMENTRESPONSE']._serialized_end=2850
-  _globals['_ADMINSERVICE']._serialized_start=3006
-  _globals['_ADMINSERVICE']._serialized_end=3491
+  _globals['_MAC']._serialized_end=1499
+  _globals['_MAC_KERNELFAILURESENTRY']._serialized_start=1446
+  _globals['_MAC_KERNELFAILURESENTRY']._serialized_end=1499
+  _globals['_GETFLEETREQUEST']._serialized_start=1501
+  _globals['_GETFLEETREQUEST']._serialized_end=1518
+  _globals['_GETFLEETRESPONSE']._serialized_start=1520
+  _globals['_GETFLEETRESPONSE']._serialized_end=1568
+  _globals['_GETINDEXREQUEST']._serialized_start=1570
+  _globals['_GETINDEXREQUEST']._serialized_end=1587
+  _globals['_MACINDEX']._serialized_start=1590
+  _globals['_MACINDEX']._serialized_end=1864
+  _globals['_GETINDEXRESPONSE']._serialized_start=1866
+  _globals['_GETINDEXRESPONSE']._serialized_end=1937
+  _globals['_EXPLAINREQUEST']._serialized_start=1939
+  _globals['_EXPLAINREQUEST']._serialized_end=2019
+  _globals['_GROUPDEPTH']._serialized_start=2021
+  _globals['_GROUPDEPTH']._serialized_end=2082
+  _globals['_CANDIDATE']._serialized_start=2085
+  _globals['_CANDIDATE']._serialized_end=2372
+  _globals['_EXPLAINRESPONSE']._serialized_start=2375
+  _globals['_EXPLAINRESPONSE']._serialized_end=2529
+  _globals['_DRAINREQUEST']._serialized_start=2531
+  _globals['_DRAINREQUEST']._serialized_end=2558
+  _globals['_DRAINRESPONSE']._serialized_start=2560
+  _globals['_DRAINRESPONSE']._serialized_end=2604
+  _globals['_RESUMEREQUEST']._serialized_start=2606
+  _globals['_RESUMEREQUEST']._serialized_end=2634
+  _globals['_RESUMERESPONSE']._serialized_start=2636
+  _globals['_RESUMERESPONSE']._serialized_end=2681
+  _globals['_CORDONREQUEST']._serialized_start=2683
+  _globals['_CORDONREQUEST']._serialized_end=2725
+  _globals['_CORDONRESPONSE']._serialized_start=2727
+  _globals['_CORDONRESPONSE']._serialized_end=2772
+  _globals['_GETPLACEMENTREQUEST']._serialized_start=2774
+  _globals['_GETPLACEMENTREQUEST']._serialized_end=2795
+  _globals['_PLACEMENT']._serialized_start=2797
+  _globals['_PLACEMENT']._serialized_end=2859
+  _globals['_PLACEDMAC']._serialized_start=2861
+  _globals['_PLACEDMAC']._serialized_end=2921
+  _globals['_GETPLACEMENTRESPONSE']._serialized_start=2923
+  _globals['_GETPLACEMENTRESPONSE']._serialized_end=2983
+  _globals['_ADMINSERVICE']._serialized_start=3139
+  _globals['_ADMINSERVICE']._serialized_end=3624
 # @@protoc_insertion_point(module_scope)
