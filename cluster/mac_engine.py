@@ -7,7 +7,7 @@ read before an await and written after it.
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +76,8 @@ class MacEngine:
         self.max_model_len = 0
         self.epoch = 0
         self.num_worker_restarts = 0
+        # By kernel: starts of a worker at which its self-test turned it off.
+        self.kernel_failures: Counter[str] = Counter()
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.worker_memory_bytes = 0
@@ -197,6 +199,7 @@ class MacEngine:
         self._worker = worker
         try:
             described = await worker.connect()
+            self.kernel_failures.update(described.failed_kernels)
             configure = self._prepare(described)
             worker.send(worker_pb2.ManagerMessage(configure=configure))
             answer = await worker.receive()

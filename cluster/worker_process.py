@@ -119,6 +119,7 @@ class WorkerProcess:
 def _options(config: MacConfig) -> list[str]:
     """What the worker is told beside its model; what is not set, it decides itself."""
     settings = {
+        "--block-size": config.kv.block_size_tokens,
         "--kv-bits": config.kv.kv_bits,
         "--kv-group-size": config.kv.kv_group_size,
         "--max-num-seqs": config.batch.max_num_seqs,

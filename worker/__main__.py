@@ -43,6 +43,7 @@ def _parse() -> WorkerConfig:
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="type of weights and KV")
     parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="quantise keys and values to so many bits")
     parser.add_argument("--kv-group-size", type=int, choices=(32, 64), help="elements that share a scale")
+    parser.add_argument("--block-size", type=int, default=16, choices=(16, 32), help="tokens of a block of KV")
     parser.add_argument("--max-num-seqs", type=int, help="sequences of the largest step, which is measured if given")
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of the largest step")
     parser.add_argument("--max-model-len", type=int, help="the longest context that will be asked for")
@@ -68,7 +69,9 @@ def _serve(config: WorkerConfig) -> int:
     try:
         engine = _build_engine(config)
         if config.max_num_seqs is not None and config.max_num_batched_tokens is not None:
-            limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+            limits = StepLimits(
+                config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
+            )
             engine.activation_bytes = activation_bytes(engine, limits)
         # What is loaded stays: a collection that walks it all would stall a step.
         gc.collect()
@@ -122,7 +125,8 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     from worker import kv_quantization, machine, models, trial
     from worker.engine import Engine
     from worker.grammar import GrammarTable
-    from worker.metal.dispatch import choose_kernels, twin_kernels
+    from worker.kernel_needs import needs_of
+    from worker.metal.dispatch import choose_kernels, has_metal, twin_kernels
 
     machine.prepare()
     memory_limit_bytes = machine.memory_limit_bytes()
@@ -134,7 +138,8 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     grammars = None
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
-    return Engine(loaded, choose_kernels(loaded.layers), memory_limit_bytes=memory_limit_bytes, grammars=grammars)
+    kernels = choose_kernels(needs_of(loaded, config.block_size) if has_metal() else ())
+    return Engine(loaded, kernels, memory_limit_bytes=memory_limit_bytes, grammars=grammars)
 
 
 def _watch_stdin() -> None:

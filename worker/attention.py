@@ -8,6 +8,7 @@ In a dense step, for models whose code does more with keys than hand them to att
 own would: the keys themselves, of one sequence.
 """
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from worker import odd_attention
+from worker import pool_attention
 from worker.batch import Batch
-from worker.cascade import cascade_attention
 from worker.errors import UnsupportedModelError
 from worker.group_rows import GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
 from worker.kv_tensors import KVTensors
 from worker.metal import twins
 from worker.metal.dispatch import Kernels
+from worker.metal.write_kv import tie
 from worker.odd_attention import PLAIN, Extras
+from worker.pool_attention import LayerCall
 
 _mlx_attention = base.scaled_dot_product_attention
 _fast_attention = mx.fast.scaled_dot_product_attention
@@ -174,44 +176,22 @@ class PagedCache:
 
     def attend(self, queries: mx.array, keys: Handle, values: Handle, scale: float, extras: Extras = PLAIN) -> mx.array:
         """Attention of the step's queries over the pool; shape of the queries, with the values' last dimension."""
-        batch, shape, kernels = self._step.batch, self._shape, self._step.kernels
-        heads = shape.num_kv_heads
-        is_plain = extras is PLAIN and shape.head_dim == shape.value_head_dim
-        rows, pools = self._rows(may_share=is_plain), self._step.tensors.pools(self._index)
-        if rows.shared is not None:
-            return cascade_attention(queries, *pools, rows, heads, scale)
-        outputs = []
-        for group in rows.decode_groups:
-            part = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]
-            if is_plain and group.num_hidden is None:
-                outputs.append(kernels.paged_decode(part, *pools, group, heads, scale))
-            else:
-                outputs.append(odd_attention.decode(part, pools, group, heads, scale, extras))
-        for span in rows.prefills:
-            is_causal = is_plain and isinstance(span.mask, str)
-            if batch.is_flat and span.start == 0 and is_causal:
-                # A prompt's first chunk is its own whole context.
-                return kernels.causal(queries, keys.fresh, values.fresh, scale)
-            part = queries if batch.is_flat else queries[span.first : span.last].transpose(2, 1, 0, 3)
-            if is_causal:
-                output = kernels.paged_prefill(part, *pools, span, heads, scale)
-            else:
-                output = odd_attention.prefill(part, pools, span, heads, scale, extras)
-            outputs.append(output if batch.is_flat else output.transpose(2, 1, 0, 3))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        call = self._call(
+            scale, extras, may_share=extras is PLAIN and self._shape.head_dim == self._shape.value_head_dim
+        )
+        if pool_attention.attends_to_fresh_keys(call):
+            return pool_attention.fresh(call, queries, keys.fresh, values.fresh)
+        return self._step.tensors.read(self._index, functools.partial(pool_attention.attend, call, queries))
 
     def attend_latent(self, queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
         """Latent attention: queries `[rows, heads, 1, latent_dim]`, rotary ones scaled already; result alike."""
-        rows, pools = self._rows(may_share=False), self._step.tensors.pools(self._index)
-        outputs = []
-        for group in rows.decode_groups:
-            part = slice(group.first, group.last)
-            outputs.append(odd_attention.latent_decode(queries[part], rotary_queries[part], pools, group, scale))
-        for span in rows.prefills:
-            part = slice(span.first, span.last)
-            latent, rotary = (array[part].transpose(2, 1, 0, 3) for array in (queries, rotary_queries))
-            outputs.append(odd_attention.latent_prefill(latent, rotary, pools, span, scale).transpose(2, 1, 0, 3))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        call = self._call(scale, PLAIN, may_share=False)
+        reader = functools.partial(pool_attention.attend_latent, call, queries, rotary_queries)
+        return self._step.tensors.read(self._index, reader)
+
+    def _call(self, scale: float, extras: Extras, *, may_share: bool) -> LayerCall:
+        step = self._step
+        return LayerCall(self._shape, step.batch, self._rows(may_share=may_share), step.kernels, scale, extras)
 
     def _rows(self, *, may_share: bool) -> GroupRows:
         group = self._step.tensors.group_of[self._index]
@@ -229,12 +209,17 @@ class PagedCache:
             index = rows.decode_groups[0].gather_index(self._shape.num_kv_heads)
             first_key = first // rows.block_size * rows.block_size
         kept = slice(first - first_key, span.end - first_key)
-        pools = self._step.tensors.pools(self._index)
-        gathered = [twins.gather(pool, index)[:, :, kept] for pool in pools]
-        if self._shape.value_head_dim == 0:
-            # Keys alone were kept; nobody reads the values of such a cache.
-            gathered[1] = gathered[1][..., : values.shape[-1]]
-        return gathered[0], gathered[1]
+
+        def reader(*pools: mx.array, after: mx.array | None) -> tuple[mx.array, ...]:
+            at = index if after is None else tie(index, after)
+            return tuple(twins.gather(pool, at)[:, :, kept] for pool in pools)
+
+        gathered = self._step.tensors.read(self._index, reader)
+        if self._shape.is_latent:
+            keys, others = mx.split(gathered[0], [self._shape.head_dim], axis=-1)
+            return keys, others
+        # Where keys alone were kept, nobody reads the values.
+        return gathered[0], gathered[-1][..., : values.shape[-1]]
 
 
 def install() -> None:

@@ -1,18 +1,20 @@
 """The largest step, run once before the worker serves: what it takes beside weights and pools is no room for KV.
 
-Nothing is estimated that can be measured. Pools are a few blocks: every block table repeats one block, so a step reads
-contexts of any length out of it, and gathers, masks, logits and the states that wait outside of pools have the size
-that they will have. Memory is affine in the context, so contexts grow until the longest one or until time is up, and
-what is left is a straight line.
+Nothing is estimated that can be measured. Pools hold what the step itself writes: a context before it is one block,
+read again and again, so gathers, masks, logits and the states that wait outside of pools have the size that they will
+have. Memory is affine in the context, so contexts grow until the longest one or until time is up, and what is left is
+a straight line; one through the shortest context, which is not read from pools, is too steep.
 
 Not in it, where no kernel reads pools in place: copies of the keys that decode rows see. They are one layer's at a
 time, so a small share of the pools themselves.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_SIZE = 16
 _ROOT = bytes(16)
 # Contexts stop growing here; a worker that loads for a minute may measure for a few seconds.
 _TIME_S = 3.0
+# Of what weights leave: what states may take while they are measured. More sequences are extrapolated.
+_STATE_SHARE = 16
 # What makes the most of a row's logits: sorted, penalised, with alternatives.
 _SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.1, num_top_logprobs=20, seed=1)
 
@@ -40,9 +43,10 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None = None
+    block_size: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -56,8 +60,8 @@ def activation_bytes(
     made_for = engine.describe().max_model_len
     longest = min(limits.max_model_len or made_for, made_for)
     try:
-        run = _Run(engine)
-        decode_peak = run.decode_rows(limits)
+        run = _Run(engine, limits)
+        decode_peak = run.decode_rows()
         points = _context_points(run, min(limits.max_num_batched_tokens, longest), longest, clock, started_s + time_s)
     finally:
         engine.reset()
@@ -93,53 +97,64 @@ def _extended(points: Sequence[tuple[int, int]], longest: int) -> int:
 
 
 class _Run:
-    """Steps of an engine whose sequences all have the same block."""
+    """Steps of an engine over the smallest pools that hold what one of them writes."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", limits: StepLimits) -> None:
         self._engine = engine
-        layers = engine.describe().layers
-        states = [index for index, layer in enumerate(layers) if layer.states]
-        attention = [index for index in range(len(layers)) if index not in states]
-        kinds = [(caches, bool(caches is states)) for caches in (attention, states) if caches]
-        self._is_state = [is_state for _, is_state in kinds]
-        # The null block and the one that everybody has.
-        groups = [pb.Group(pool=pool, layers=caches) for pool, (caches, _) in enumerate(kinds)]
+        self._block_size = limits.block_size
+        described = engine.describe()
+        states = [index for index, layer in enumerate(described.layers) if layer.states]
+        attention = [index for index in range(len(described.layers)) if index not in states]
+        self._max_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._num_rows = min(self._max_rows, _affordable_rows(described))
+        num_blocks = max(self._num_rows, -(-limits.max_num_batched_tokens // self._block_size) + 1)
+        kinds = [(caches, size) for caches, size in ((attention, num_blocks), (states, self._num_rows)) if caches]
+        self._is_state = [caches is states for caches, _ in kinds]
         engine.configure(
-            pb.Configure(block_size=_BLOCK_SIZE, root_hash=_ROOT, groups=groups, num_blocks=[2] * len(kinds))
+            pb.Configure(
+                block_size=self._block_size,
+                root_hash=_ROOT,
+                groups=[pb.Group(pool=pool, layers=caches) for pool, (caches, _) in enumerate(kinds)],
+                # And the null block.
+                num_blocks=[size + 1 for _, size in kinds],
+            )
         )
+        engine.commit_pools()
         self._live: list[int] = []
-        self._next_id = 1
         self._empty_bytes = mx.get_active_memory()
 
-    def decode_rows(self, limits: StepLimits) -> int:
+    def decode_rows(self) -> int:
         """As many sequences as there may be, twice: the states of one step wait while the next one makes its own."""
-        num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         plan = pb.StepPlan()
-        ids = [self._begin(plan, start=0, num_tokens=1) for _ in range(num_rows)]
+        ids = range(1, self._num_rows + 1)
+        for seq_id in ids:
+            self._begin(plan, seq_id, 0, 1, [seq_id], seq_id)
         first = self._peak_of(plan)
         again = pb.StepPlan(slices=[pb.Slice(seq_id=each, start=1, num_tokens=1, samples=True) for each in ids])
-        return max(first, self._peak_of(again))
+        return max(first, self._peak_of(again)) * self._max_rows // self._num_rows
 
     def chunk(self, start: int, num_tokens: int) -> int:
         """The last tokens of one prompt."""
         plan = pb.StepPlan()
-        self._begin(plan, start=start, num_tokens=num_tokens)
+        first, last = start // self._block_size, (start + num_tokens - 1) // self._block_size
+        blocks = [1] * first + list(range(1, last - first + 2))
+        seq_id = 1 + max(self._live, default=0)
+        self._begin(plan, seq_id, start, num_tokens, blocks, 1)
         return self._peak_of(plan)
 
-    def _begin(self, plan: pb.StepPlan, *, start: int, num_tokens: int) -> int:
-        """One more sequence, which runs its last tokens and has room for one more."""
-        length, seq_id = start + num_tokens, self._next_id
-        self._next_id += 1
-        blocks = -(-(length + 1) // _BLOCK_SIZE)
+    def _begin(
+        self, plan: pb.StepPlan, seq_id: int, start: int, num_tokens: int, blocks: Sequence[int], slot: int
+    ) -> None:
+        """One more sequence, which runs its last tokens; it has these blocks and this state."""
         tables = [
-            pb.GroupBlocks(group=group, block_ids=[1] * (1 if is_state else blocks))
+            pb.GroupBlocks(group=group, block_ids=[slot] if is_state else blocks)
             for group, is_state in enumerate(self._is_state)
         ]
+        length = start + num_tokens
         plan.new_sequences.add(
             seq_id=seq_id, token_ids=[0] * length, num_prompt_tokens=length, sampling=_SAMPLING, block_tables=tables
         )
         plan.slices.add(seq_id=seq_id, start=start, num_tokens=num_tokens, samples=True)
-        return seq_id
 
     def _peak_of(self, plan: pb.StepPlan) -> int:
         """What the step took over the pools; sequences that are not in it are gone."""
@@ -149,3 +164,11 @@ class _Run:
         mx.reset_peak_memory()
         self._engine.execute(plan)
         return mx.get_peak_memory() - self._empty_bytes
+
+
+def _affordable_rows(described: pb.Description) -> int:
+    """Sequences whose states may be there at once, in their pool and outside of it."""
+    tensors = [tensor for layer in described.layers for tensor in layer.states]
+    row_bytes = sum(prod(tensor.shape) * tensor.dtype_bytes for tensor in tensors)
+    room = described.memory_limit_bytes - described.weights_bytes
+    return max(1, room // _STATE_SHARE // row_bytes) if row_bytes else sys.maxsize

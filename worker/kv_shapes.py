@@ -61,9 +61,9 @@ class Quantization:
 class LayerShape:
     """What one attention cache stores for a token: `num_kv_heads` keys and as many values.
 
-    Without values (`value_head_dim` 0) the cache holds keys alone, like those of a sparse indexer. A latent cache holds
-    one latent vector as its key and the rotary key beside it as its value. `dtype` is that of the rows that go in and
-    come out, also where they are stored quantised.
+    Without values (`value_head_dim` 0) the cache holds keys alone, like those of a sparse indexer. A latent cache is
+    given one latent vector as its key and the rotary key beside it as its value, and holds them as one row. `dtype` is
+    that of the rows that go in and come out, also where they are stored quantised.
     """
 
     num_kv_heads: int
@@ -77,6 +77,13 @@ class LayerShape:
     def __post_init__(self) -> None:
         if self.value_head_dim < 0:
             object.__setattr__(self, "value_head_dim", self.head_dim)
+
+    @property
+    def vector_widths(self) -> tuple[int, ...]:
+        """Elements of each vector that is stored for a head: keys and values, keys alone, latents with rotary keys."""
+        if self.is_latent:
+            return (self.head_dim + self.value_head_dim,)
+        return (self.head_dim, self.value_head_dim) if self.value_head_dim else (self.head_dim,)
 
     @property
     def token_bytes(self) -> int:

@@ -22,9 +22,9 @@ from mlx_lm.utils import _download, load_config, load_model
 from worker import attention, cpu_math, cpu_rope, discovery, inspection, latent, mixers, overrides
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
-from worker.kv_shapes import CacheShape, LayerShape, StateShape
+from worker.kv_shapes import CacheShape, StateShape
 from worker.mixers import StateCache
-from worker.registry import Treatment, treatments_of
+from worker.registry import Treatment, runs_over_slots, treatments_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +80,13 @@ class LoadedModel:
     # Classes that are given caches and that nobody has reviewed.
     unreviewed: tuple[str, ...]
     caches: tuple[CacheShape, ...]
+    # Whether kernels may update all of its recurrent states in their slots.
+    runs_over_slots: bool
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weights_bytes: int
     sampling_defaults: SamplingDefaults
-
-    @property
-    def layers(self) -> tuple[LayerShape, ...]:
-        """The attention caches that the plain kernels serve: keys and values of one width."""
-        layers = (shape for shape in self.caches if isinstance(shape, LayerShape))
-        return tuple(layer for layer in layers if not layer.is_latent and layer.head_dim == layer.value_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +170,7 @@ def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults |
         layout=_layout(treatments),
         unreviewed=tuple(unknown),
         caches=caches,
+        runs_over_slots=all(runs_over_slots(cls) for cls, how in treatments.items() if how is Treatment.SPLIT),
         vocab_size=vocab_size,
         max_model_len=next((int(text_config[k]) for k in _CONTEXT_KEYS if text_config.get(k)), _DEFAULT_CONTEXT_TOKENS),
         eos_token_ids=_token_ids(config.get("eos_token_id", text_config.get("eos_token_id"))),
@@ -193,6 +190,8 @@ def attach(loaded: LoadedModel, step: Step) -> AttachedCaches:
         latent.multiply_by_heads()
     for cls, treatment in treatments_of(loaded.model).items():
         if treatment is Treatment.SPLIT:
+            if step.kernels.updates_states_in_place:
+                mixers.install_over_slots(cls)
             mixers.install(cls)
         elif treatment is Treatment.OVERRIDE:
             overrides.install(cls)

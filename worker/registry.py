@@ -49,6 +49,15 @@ mamba2.Mamba2Block nemotron_h.NemotronHMamba2Mixer olmo_hybrid.GatedDeltaNet pla
 qwen3_next.Qwen3NextGatedDeltaNet recurrent_gemma.RecurrentBlock rwkv7.Rwkv7ChannelMixing rwkv7.Rwkv7TimeMixing
 """
 
+# Mixers among those, whose every state may lie in slots of a pool that kernels update in place, by
+# `worker.metal.state_updates`.
+# Not kimi_k3's, which compiles its decode step over arrays.
+_OVER_SLOTS = """
+bailing_moe_v3.BailingKDA falcon_h1.FalconH1Mixer granitemoehybrid.GraniteMoeHybridMamba2Mixer
+kimi_linear.KimiDeltaAttention lfm2.ShortConv lfm2_moe.ShortConv mamba2.Mamba2Block nemotron_h.NemotronHMamba2Mixer
+olmo_hybrid.GatedDeltaNet plamo2.Mamba qwen3_5.GatedDeltaNet qwen3_next.Qwen3NextGatedDeltaNet
+"""
+
 # Their calls are replaced by those of `worker.overrides`.
 _OVERRIDE = "gemma2.Attention llama4.LlamaModel llama4.Attention"
 
@@ -82,6 +91,11 @@ TREATMENTS: dict[str, Treatment] = {
     )
     for name in names.split()
 }
+
+
+def runs_over_slots(cls: type) -> bool:
+    """Whether kernels may update a mixer class's states in place."""
+    return inspection.qualified_name(cls) in _OVER_SLOTS.split()
 
 
 def treatments_of(model: Module) -> dict[type, Treatment | None]:

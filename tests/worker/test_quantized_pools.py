@@ -13,6 +13,7 @@ from worker.kv_shapes import CacheGroup, LayerShape, Quantization, StateShape
 from worker.kv_tensors import KVTensors
 from worker.metal import twins
 from worker.metal.dispatch import twin_kernels
+from worker.metal.kv_pools import arrays_of
 
 _HEADS = 2
 _SIZE = 16
@@ -66,9 +67,11 @@ def test_rows_are_stored_and_read_bit_for_bit(name, bits, group_size, dtype):
         (int(block), int(offset)) for block, offset in zip(batch.rows.block_ids, batch.rows.block_offsets, strict=True)
     ]
     index = mx.array([[block * _HEADS + head for head in range(_HEADS)] for block, _ in places])
-    for rows, pool, again in zip((keys, values), tensors.pools(0), seen, strict=True):
+    stored = tensors.read(0, lambda *pools, after: tuple(array + 0 for pool in pools for array in arrays_of(pool)))
+    gathers = tensors.read(0, lambda *pools, after: tuple(twins.gather(pool, index[:, :, None]) for pool in pools))
+    for number, (rows, gathered, again) in enumerate(zip((keys, values), gathers, seen, strict=True)):
         expected = _parts(rows, bits, group_size)
-        arrays = [pool.packed, pool.scales, pool.biases]
+        arrays = stored[3 * number : 3 * number + 3]
         for array, part in zip(arrays, expected, strict=True):
             array = np.array(array.astype(mx.float32) if array.dtype != mx.uint32 else array)
             assert np.array_equal(np.stack([array[block, :, offset] for block, offset in places]), part)
@@ -77,7 +80,6 @@ def test_rows_are_stored_and_read_bit_for_bit(name, bits, group_size, dtype):
         read = mx.dequantize(*mx.quantize(rows, group_size=group_size, bits=bits), group_size=group_size, bits=bits)
         assert read.dtype == dtype
         assert mx.array_equal(again, _as_model_has_it(read, batch))
-        gathered = twins.gather(pool, index[:, :, None])
         assert mx.array_equal(mx.stack([gathered[row, :, offset] for row, (_, offset) in enumerate(places)]), read)
 
 

@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotos/cidery/v1/admin.proto\x12\tcidery.v1\"N\n\x04Load\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cnum_decoding\x18\x03 \x01(\r\"h\n\x06\x42locks\x12\x11\n\tnum_total\x18\x01 \x01(\r\x12\x10\n\x08num_used\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"\xd3\x01\n\nScheduling\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_worker_restarts\x18\x08 \x01(\r\"\x85\x01\n\x05\x44rift\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x1c\n\x14num_predicted_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_actual_tokens\x18\x03 \x01(\x04\x12\x18\n\x10num_error_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bis_alarming\x18\x05 \x01(\x08\"\x8c\x02\n\x07KVGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12num_queried_tokens\x18\x04 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bnum_limited\x18\x06 \x01(\x04\x12\x1f\n\x17num_evicted_left_behind\x18\x07 \x01(\x04\x12\x1a\n\x12num_evicted_ranked\x18\x08 \x01(\x04\x12\x1c\n\x14num_evicted_orphaned\x18\t \x01(\x04\x12\x0f\n\x07pool_id\x18\n \x01(\r\x12\x16\n\x0e\x66indable_bytes\x18\x0b \x01(\x04\"`\n\x06KVPool\x12\x12\n\npage_bytes\x18\x01 \x01(\x04\x12\x18\n\x10referenced_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x03 \x01(\x04\x12\x12\n\nfree_bytes\x18\x04 \x01(\x04\"\xa9\x01\n\x07KVCache\x12\x18\n\x10referenced_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.cidery.v1.KVGroup\x12 \n\x05pools\x18\x06 \x03(\x0b\x32\x11.cidery.v1.KVPool\"\xa2\x03\n\x03Mac\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.cidery.v1.Load\x12!\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x11.cidery.v1.Blocks\x12)\n\nscheduling\x18\x08 \x01(\x0b\x32\x15.cidery.v1.Scheduling\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x1b\n\x13worker_memory_bytes\x18\n \x01(\x04\x12\x12\n\nworker_pid\x18\x0b \x01(\r\x12\x15\n\rdecode_step_s\x18\r \x01(\x01\x12\x12\n\nhot_tokens\x18\x0e \x01(\x04\x12\x1f\n\x05\x64rift\x18\x0f \x01(\x0b\x32\x10.cidery.v1.Drift\x12\x0c\n\x04note\x18\x10 \x01(\t\x12$\n\x08kv_cache\x18\x0c \x01(\x0b\x32\x12.cidery.v1.KVCache\"\x11\n\x0fGetFleetRequest\"0\n\x10GetFleetResponse\x12\x1c\n\x04macs\x18\x01 \x03(\x0b\x32\x0e.cidery.v1.Mac\"\x11\n\x0fGetIndexRequest\"\x92\x02\n\x08MacIndex\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08next_seq\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_events\x18\x05 \x01(\x04\x12\x10\n\x08num_gaps\x18\x06 \x01(\x04\x12\x11\n\tis_synced\x18\x07 \x01(\x08\x12\x1b\n\x13num_blocks_by_group\x18\x08 \x03(\r\x12\x1c\n\x14num_no_effect_events\x18\t \x01(\x04\x12\x14\n\x0cnum_repeated\x18\n \x01(\x04\x12\x1b\n\x13num_unknown_parents\x18\x0b \x01(\x04\x12\x1d\n\x15num_digest_mismatches\x18\x0c \x01(\x04\"G\n\x10GetIndexResponse\x12\x10\n\x08num_keys\x18\x01 \x01(\r\x12!\n\x04macs\x18\x02 \x03(\x0b\x32\x13.cidery.v1.MacIndex\"P\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\t\n\x07subject\"=\n\nGroupDepth\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x9f\x02\n\tCandidate\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\t\x12\x17\n\x0fnum_held_tokens\x18\t \x01(\r\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.cidery.v1.GroupDepth\x12\x10\n\x08shared_s\x18\x0b \x01(\x01\x12\x0f\n\x07stall_s\x18\x0c \x01(\x01\x12\x12\n\npressure_s\x18\r \x01(\x01\"\x9a\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12(\n\ncandidates\x18\x05 \x03(\x0b\x32\x14.cidery.v1.Candidate\x12\x0e\n\x06policy\x18\x06 \x01(\t\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\",\n\rDrainResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x1c\n\rResumeRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\"-\n\x0eResumeResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"*\n\rCordonRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x0c\n\x04note\x18\x02 \x01(\t\"-\n\x0e\x43ordonResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x15\n\x13GetPlacementRequest\">\n\tPlacement\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04macs\x18\x02 \x03(\x0b\x32\x14.cidery.v1.PlacedMac\"<\n\tPlacedMac\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\"<\n\x14GetPlacementResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.cidery.v1.Placement*\x96\x01\n\x08MacState\x12\x19\n\x15MAC_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MAC_STATE_STARTING\x10\x01\x12\x13\n\x0fMAC_STATE_READY\x10\x02\x12\x16\n\x12MAC_STATE_DRAINING\x10\x03\x12\x12\n\x0eMAC_STATE_LOST\x10\x04\x12\x16\n\x12MAC_STATE_CORDONED\x10\x05\x32\xe5\x03\n\x0c\x41\x64minService\x12\x43\n\x08GetFleet\x12\x1a.cidery.v1.GetFleetRequest\x1a\x1b.cidery.v1.GetFleetResponse\x12\x43\n\x08GetIndex\x12\x1a.cidery.v1.GetIndexRequest\x1a\x1b.cidery.v1.GetIndexResponse\x12@\n\x07\x45xplain\x12\x19.cidery.v1.ExplainRequest\x1a\x1a.cidery.v1.ExplainResponse\x12:\n\x05\x44rain\x12\x17.cidery.v1.DrainRequest\x1a\x18.cidery.v1.DrainResponse\x12=\n\x06\x43ordon\x12\x18.cidery.v1.CordonRequest\x1a\x19.cidery.v1.CordonResponse\x12O\n\x0cGetPlacement\x12\x1e.cidery.v1.GetPlacementRequest\x1a\x1f.cidery.v1.GetPlacementResponse\x12=\n\x06Resume\x12\x18.cidery.v1.ResumeRequest\x1a\x19.cidery.v1.ResumeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cprotos/cidery/v1/admin.proto\x12\tcidery.v1\"N\n\x04Load\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cnum_decoding\x18\x03 \x01(\r\"h\n\x06\x42locks\x12\x11\n\tnum_total\x18\x01 \x01(\r\x12\x10\n\x08num_used\x18\x02 \x01(\r\x12\x12\n\nnum_cached\x18\x03 \x01(\r\x12\x10\n\x08num_free\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"\xd3\x01\n\nScheduling\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x03 \x01(\x04\x12\x11\n\tnum_steps\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_worker_restarts\x18\x08 \x01(\r\"\x85\x01\n\x05\x44rift\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x1c\n\x14num_predicted_tokens\x18\x02 \x01(\x04\x12\x19\n\x11num_actual_tokens\x18\x03 \x01(\x04\x12\x18\n\x10num_error_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bis_alarming\x18\x05 \x01(\x08\"\x8c\x02\n\x07KVGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12num_queried_tokens\x18\x04 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x05 \x01(\x04\x12\x13\n\x0bnum_limited\x18\x06 \x01(\x04\x12\x1f\n\x17num_evicted_left_behind\x18\x07 \x01(\x04\x12\x1a\n\x12num_evicted_ranked\x18\x08 \x01(\x04\x12\x1c\n\x14num_evicted_orphaned\x18\t \x01(\x04\x12\x0f\n\x07pool_id\x18\n \x01(\r\x12\x16\n\x0e\x66indable_bytes\x18\x0b \x01(\x04\"`\n\x06KVPool\x12\x12\n\npage_bytes\x18\x01 \x01(\x04\x12\x18\n\x10referenced_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x03 \x01(\x04\x12\x12\n\nfree_bytes\x18\x04 \x01(\x04\"\xa9\x01\n\x07KVCache\x12\x18\n\x10referenced_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x63\x61\x63hed_bytes\x18\x02 \x01(\x04\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x04 \x01(\x04\x12\"\n\x06groups\x18\x05 \x03(\x0b\x32\x12.cidery.v1.KVGroup\x12 \n\x05pools\x18\x06 \x03(\x0b\x32\x11.cidery.v1.KVPool\"\xa7\x04\n\x03Mac\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.cidery.v1.Load\x12!\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x11.cidery.v1.Blocks\x12)\n\nscheduling\x18\x08 \x01(\x0b\x32\x15.cidery.v1.Scheduling\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x1b\n\x13worker_memory_bytes\x18\n \x01(\x04\x12\x12\n\nworker_pid\x18\x0b \x01(\r\x12\x15\n\rdecode_step_s\x18\r \x01(\x01\x12\x12\n\nhot_tokens\x18\x0e \x01(\x04\x12\x1f\n\x05\x64rift\x18\x0f \x01(\x0b\x32\x10.cidery.v1.Drift\x12\x0c\n\x04note\x18\x10 \x01(\t\x12$\n\x08kv_cache\x18\x0c \x01(\x0b\x32\x12.cidery.v1.KVCache\x12\x0f\n\x07kernels\x18Z \x01(\t\x12;\n\x0fkernel_failures\x18[ \x03(\x0b\x32\".cidery.v1.Mac.KernelFailuresEntry\x1a\x35\n\x13KernelFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x11\n\x0fGetFleetRequest\"0\n\x10GetFleetResponse\x12\x1c\n\x04macs\x18\x01 \x03(\x0b\x32\x0e.cidery.v1.Mac\"\x11\n\x0fGetIndexRequest\"\x92\x02\n\x08MacIndex\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08next_seq\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_events\x18\x05 \x01(\x04\x12\x10\n\x08num_gaps\x18\x06 \x01(\x04\x12\x11\n\tis_synced\x18\x07 \x01(\x08\x12\x1b\n\x13num_blocks_by_group\x18\x08 \x03(\r\x12\x1c\n\x14num_no_effect_events\x18\t \x01(\x04\x12\x14\n\x0cnum_repeated\x18\n \x01(\x04\x12\x1b\n\x13num_unknown_parents\x18\x0b \x01(\x04\x12\x1d\n\x15num_digest_mismatches\x18\x0c \x01(\x04\"G\n\x10GetIndexResponse\x12\x10\n\x08num_keys\x18\x01 \x01(\r\x12!\n\x04macs\x18\x02 \x03(\x0b\x32\x13.cidery.v1.MacIndex\"P\n\x0e\x45xplainRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\r\n\x05model\x18\x03 \x01(\tB\t\n\x07subject\"=\n\nGroupDepth\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x9f\x02\n\tCandidate\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\t\x12\x17\n\x0fnum_held_tokens\x18\t \x01(\r\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.cidery.v1.GroupDepth\x12\x10\n\x08shared_s\x18\x0b \x01(\x01\x12\x0f\n\x07stall_s\x18\x0c \x01(\x01\x12\x12\n\npressure_s\x18\r \x01(\x01\"\x9a\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12(\n\ncandidates\x18\x05 \x03(\x0b\x32\x14.cidery.v1.Candidate\x12\x0e\n\x06policy\x18\x06 \x01(\t\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\",\n\rDrainResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x1c\n\rResumeRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\"-\n\x0eResumeResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"*\n\rCordonRequest\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\x0c\n\x04note\x18\x02 \x01(\t\"-\n\x0e\x43ordonResponse\x12\x1b\n\x03mac\x18\x01 \x01(\x0b\x32\x0e.cidery.v1.Mac\"\x15\n\x13GetPlacementRequest\">\n\tPlacement\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04macs\x18\x02 \x03(\x0b\x32\x14.cidery.v1.PlacedMac\"<\n\tPlacedMac\x12\x0b\n\x03mac\x18\x01 \x01(\t\x12\"\n\x05state\x18\x02 \x01(\x0e\x32\x13.cidery.v1.MacState\"<\n\x14GetPlacementResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.cidery.v1.Placement*\x96\x01\n\x08MacState\x12\x19\n\x15MAC_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MAC_STATE_STARTING\x10\x01\x12\x13\n\x0fMAC_STATE_READY\x10\x02\x12\x16\n\x12MAC_STATE_DRAINING\x10\x03\x12\x12\n\x0eMAC_STATE_LOST\x10\x04\x12\x16\n\x12MAC_STATE_CORDONED\x10\x05\x32\xe5\x03\n\x0c\x41\x64minService\x12\x43\n\x08GetFleet\x12\x1a.cidery.v1.GetFleetRequest\x1a\x1b.cidery.v1.GetFleetResponse\x12\x43\n\x08GetIndex\x12\x1a.cidery.v1.GetIndexRequest\x1a\x1b.cidery.v1.GetIndexResponse\x12@\n\x07\x45xplain\x12\x19.cidery.v1.ExplainRequest\x1a\x1a.cidery.v1.ExplainResponse\x12:\n\x05\x44rain\x12\x17.cidery.v1.DrainRequest\x1a\x18.cidery.v1.DrainResponse\x12=\n\x06\x43ordon\x12\x18.cidery.v1.CordonRequest\x1a\x19.cidery.v1.CordonResponse\x12O\n\x0cGetPlacement\x12\x1e.cidery.v1.GetPlacementRequest\x1a\x1f.cidery.v1.GetPlacementResponse\x12=\n\x06Resume\x12\x18.cidery.v1.ResumeRequest\x1a\x19.cidery.v1.ResumeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cidery.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MACSTATE']._serialized_start=3026
-  _globals['_MACSTATE']._serialized_end=3176
+  _globals['_MAC_KERNELFAILURESENTRY']._loaded_options = None
+  _globals['_MAC_KERNELFAILURESENTRY']._serialized_options = b'8\001'
+  _globals['_MACSTATE']._serialized_start=3159
+  _globals['_MACSTATE']._serialized_end=3309
   _globals['_LOAD']._serialized_start=43
   _globals['_LOAD']._serialized_end=121
   _globals['_BLOCKS']._serialized_start=123
@@ -48,45 +50,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVCACHE']._serialized_start=949
   _globals['_KVCACHE']._serialized_end=1118
   _globals['_MAC']._serialized_start=1121
-  _globals['_MAC']._serialized_end=1539
-  _globals['_GETFLEETREQUEST']._serialized_start=1541
-  _globals['_GETFLEETREQUEST']._serialized_end=1558
-  _globals['_GETFLEETRESPONSE']._serialized_start=1560
-  _globals['_GETFLEETRESPONSE']._serialized_end=1608
-  _globals['_GETINDEXREQUEST']._serialized_start=1610
-  _globals['_GETINDEXREQUEST']._serialized_end=1627
-  _globals['_MACINDEX']._serialized_start=1630
-  _globals['_MACINDEX']._serialized_end=1904
-  _globals['_GETINDEXRESPONSE']._serialized_start=1906
-  _globals['_GETINDEXRESPONSE']._serialized_end=1977
-  _globals['_EXPLAINREQUEST']._serialized_start=1979
-  _globals['_EXPLAINREQUEST']._serialized_end=2059
-  _globals['_GROUPDEPTH']._serialized_start=2061
-  _globals['_GROUPDEPTH']._serialized_end=2122
-  _globals['_CANDIDATE']._serialized_start=2125
-  _globals['_CANDIDATE']._serialized_end=2412
-  _globals['_EXPLAINRESPONSE']._serialized_start=2415
-  _globals['_EXPLAINRESPONSE']._serialized_end=2569
-  _globals['_DRAINREQUEST']._serialized_start=2571
-  _globals['_DRAINREQUEST']._serialized_end=2598
-  _globals['_DRAINRESPONSE']._serialized_start=2600
-  _globals['_DRAINRESPONSE']._serialized_end=2644
-  _globals['_RESUMEREQUEST']._serialized_start=2646
-  _globals['_RESUMEREQUEST']._serialized_end=2674
-  _globals['_RESUMERESPONSE']._serialized_start=2676
-  _globals['_RESUMERESPONSE']._serialized_end=2721
-  _globals['_CORDONREQUEST']._serialized_start=2723
-  _globals['_CORDONREQUEST']._serialized_end=2765
-  _globals['_CORDONRESPONSE']._serialized_start=2767
-  _globals['_CORDONRESPONSE']._serialized_end=2812
-  _globals['_GETPLACEMENTREQUEST']._serialized_start=2814
-  _globals['_GETPLACEMENTREQUEST']._serialized_end=2835
-  _globals['_PLACEMENT']._serialized_start=2837
-  _globals['_PLACEMENT']._serialized_end=2899
-  _globals['_PLACEDMAC']._serialized_start=2901
-  _globals['_PLACEDMAC']._serialized_end=2961
-  _globals['_GETPLACEMENTRESPONSE']._serialized_start=2963
-  _globals['_GETPLACEMENTRESPONSE']._serialized_end=3023
-  _globals['_ADMINSERVICE']._serialized_start=3179
-  _globals['_ADMINSERVICE']._serialized_end=3664
+  _globals['_MAC']._serialized_end=1672
+  _globals['_MAC_KERNELFAILURESENTRY']._serialized_start=1619
+  _globals['_MAC_KERNELFAILURESENTRY']._serialized_end=1672
+  _globals['_GETFLEETREQUEST']._serialized_start=1674
+  _globals['_GETFLEETREQUEST']._serialized_end=1691
+  _globals['_GETFLEETRESPONSE']._serialized_start=1693
+  _globals['_GETFLEETRESPONSE']._serialized_end=1741
+  _globals['_GETINDEXREQUEST']._serialized_start=1743
+  _globals['_GETINDEXREQUEST']._serialized_end=1760
+  _globals['_MACINDEX']._serialized_start=1763
+  _globals['_MACINDEX']._serialized_end=2037
+  _globals['_GETINDEXRESPONSE']._serialized_start=2039
+  _globals['_GETINDEXRESPONSE']._serialized_end=2110
+  _globals['_EXPLAINREQUEST']._serialized_start=2112
+  _globals['_EXPLAINREQUEST']._serialized_end=2192
+  _globals['_GROUPDEPTH']._serialized_start=2194
+  _globals['_GROUPDEPTH']._serialized_end=2255
+  _globals['_CANDIDATE']._serialized_start=2258
+  _globals['_CANDIDATE']._serialized_end=2545
+  _globals['_EXPLAINRESPONSE']._serialized_start=2548
+  _globals['_EXPLAINRESPONSE']._serialized_end=2702
+  _globals['_DRAINREQUEST']._serialized_start=2704
+  _globals['_DRAINREQUEST']._serialized_end=2731
+  _globals['_DRAINRESPONSE']._serialized_start=2733
+  _globals['_DRAINRESPONSE']._serialized_end=2777
+  _globals['_RESUMEREQUEST']._serialized_start=2779
+  _globals['_RESUMEREQUEST']._serialized_end=2807
+  _globals['_RESUMERESPONSE']._serialized_start=2809
+  _globals['_RESUMERESPONSE']._serialized_end=2854
+  _globals['_CORDONREQUEST']._serialized_start=2856
+  _globals['_CORDONREQUEST']._serialized_end=2898
+  _globals['_CORDONRESPONSE']._serialized_start=2900
+  _globals['_CORDONRESPONSE']._serialized_end=2945
+  _globals['_GETPLACEMENTREQUEST']._serialized_start=2947
+  _globals['_GETPLACEMENTREQUEST']._serialized_end=2968
+  _globals['_PLACEMENT']._serialized_start=2970
+  _globals['_PLACEMENT']._serialized_end=3032
+  _globals['_PLACEDMAC']._serialized_start=3034
+  _globals['_PLACEDMAC']._serialized_end=3094
+  _globals['_GETPLACEMENTRESPONSE']._serialized_start=3096
+  _globals['_GETPLACEMENTRESPONSE']._serialized_end=3156
+  _globals['_ADMINSERVICE']._serialized_start=3312
+  _globals['_ADMINSERVICE']._serialized_end=3797
 # @@protoc_insertion_point(module_scope)
