@@ -1,6 +1,7 @@
 """The two sides of the host benchmark: a Mac that notes the parts of its steps, and mlx-lm's batch cache."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +14,8 @@ from cluster import wire
 from cluster.scheduling.plan import StepPlan, StepResult
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from tests.golden.in_process import InProcessMac
-from worker import attention, machine
-from worker.kv_shapes import LayerShape
-from worker.models import Layout, LoadedModel, SamplingDefaults
+from worker import attention, machine, models
+from worker.models import LoadedModel
 
 
 def make_model(config: dict[str, Any]) -> Module:
@@ -59,24 +59,13 @@ class _HollowModel(nn.Module):
 
 
 def hollow_model(config: dict[str, Any]) -> LoadedModel:
-    """With the layers, heads and vocabulary of a config."""
-    machine.prepare()
-    num_heads, head_dim = config["num_attention_heads"], config["head_dim"]
-    model = _HollowModel(config["num_hidden_layers"], num_heads, head_dim, config["vocab_size"])
-    mx.eval(model.parameters())
-    shape = LayerShape(config["num_key_value_heads"], head_dim, mx.float32)
-    return LoadedModel(
-        model=model,
-        family="hollow",
-        layout=Layout.FLAT,
-        unreviewed=(),
-        caches=(shape,) * config["num_hidden_layers"],
-        vocab_size=config["vocab_size"],
-        max_model_len=config["max_position_embeddings"],
-        eos_token_ids=(),
-        weights_bytes=0,
-        sampling_defaults=SamplingDefaults(),
+    """In the place of the config's model, with as many layers and heads."""
+    loaded = models.adapt(make_model(config), config)
+    model = _HollowModel(
+        config["num_hidden_layers"], config["num_attention_heads"], config["head_dim"], config["vocab_size"]
     )
+    mx.eval(model.parameters())
+    return replace(loaded, model=model, family="hollow")
 
 
 class TimedMac(InProcessMac):
