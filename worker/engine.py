@@ -158,11 +158,12 @@ class Engine:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
             slices.append((sequence, sequence.span(piece)))
-        self._clear_open_blocks([span for _, span in slices], tensors)
+        if not self._kernels.reads_seen_slots_alone:
+            self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
 
     def _clear_open_blocks(self, spans: list[Span], tensors: KVTensors) -> None:
-        """Blocks that a step begins and does not fill: attention gathers them whole."""
+        """Blocks that a step begins and does not fill: plain MLX gathers them whole."""
         size = tensors.block_size
         opened = [span for span in spans if span.end % size and span.end // size * size >= span.start]
         for group in range(len(tensors.groups)):
