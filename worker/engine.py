@@ -212,9 +212,12 @@ class Engine:
     def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> list[mx.array]:
         """The graph of one forward; its logits `[num_sampled, vocab]`, if any row samples."""
         self._step.begin(batch, tensors, is_dense=is_dense)
-        in_place = self._kernels.updates_states_in_place
+        in_place = self._step.updates_states_in_place
         states = self.caches.states
-        if states and not in_place:
+        if states and in_place:
+            # Of a step that was not in place.
+            tensors.settle_states()
+        elif states:
             mixers.begin_states(batch, tensors)
         lays_in = states if batch.is_flat or in_place else []
         for state in lays_in:

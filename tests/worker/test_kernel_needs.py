@@ -7,7 +7,7 @@ from tests.golden.cases import CASES, REPRESENTATIVES, config_of, make_model
 from worker import kv_quantization, models
 from worker.kernel_needs import needs_of
 from worker.metal.decode_checks import LatentNeeds
-from worker.metal.self_test import AttentionNeeds
+from worker.metal.self_test import AttentionNeeds, RopeNeeds
 from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
 from worker.models import Layout
 
@@ -30,9 +30,14 @@ def _attention(**options):
     return AttentionNeeds(4, 2, 8, _F32, **options)
 
 
+def _rope(dims=8, has_freqs=False):
+    return RopeNeeds(4, 2, 8, _F32, dims, is_traditional=False, has_freqs=has_freqs)
+
+
 _EXPECTED = {
-    "qwen3": {AttentionNeeds(4, 2, 16, _F32)},
-    "gemma3_text": {_attention(), _attention(window=22)},
+    "qwen3": {AttentionNeeds(4, 2, 16, _F32), RopeNeeds(4, 2, 16, _F32, 16, is_traditional=False, has_freqs=False)},
+    "llama with llama3 rope": {_attention(), _rope(has_freqs=True)},
+    "gemma3_text": {_attention(), _attention(window=22), _rope()},
     "gpt_oss": {_attention(has_sinks=True), _attention(has_sinks=True, window=22)},
     "llama4": {_attention(), _attention(chunk=24)},
     "gemma2": {_attention(softcap=3.0)},
@@ -42,6 +47,7 @@ _EXPECTED = {
     "deepseek_v32": set(),
     "qwen3_next": {
         _attention(),
+        _rope(dims=4),
         GatedDeltaShape(2, 4, 8, 8, _F32),
         ShortConvShape(64, 4, _F32, _F32, has_bias=False, has_silu=True),
     },
@@ -50,7 +56,7 @@ _EXPECTED = {
         Mamba2Shape(4, 1, 8, 8, _F32, (0.001, 100.0)),
         ShortConvShape(48, 4, _F32, _F32, has_bias=True, has_silu=True),
     },
-    "lfm2": {_attention(), ShortConvShape(32, 3, _F32, _F32, has_bias=False, has_silu=False)},
+    "lfm2": {_attention(), _rope(), ShortConvShape(32, 3, _F32, _F32, has_bias=False, has_silu=False)},
     # Their states are not for kernels, or not all of them.
     "jamba": {_attention()},
     "rwkv7": set(),
@@ -64,7 +70,8 @@ def test_needs_are_what_the_layers_do(case):
 
 
 def test_blocks_and_formats_are_part_of_them():
-    (need,) = needs_of(_loaded("qwen3", bits=4, head_dim=64), 32)
+    rope, need = needs_of(_loaded("qwen3", bits=4, head_dim=64), 32)
+    assert isinstance(rope, RopeNeeds)
     assert need == AttentionNeeds(4, 2, 64, _F32, 32, bits=4, group_size=64)
     (need,) = needs_of(_loaded("deepseek_v3", bits=8, kv_lora_rank=64, qk_rope_head_dim=32), 16)
     assert need == LatentNeeds(4, 64, 32, _F32, bits=8)

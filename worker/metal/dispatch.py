@@ -13,13 +13,16 @@ from worker.metal.paged_decode import PagedDecode
 from worker.metal.paged_prefill import PagedPrefill
 from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter
 from worker.metal.prefill import Prefill
-from worker.metal.rope import Rope
+from worker.metal.rope import Rope, RopeOptions
 from worker.metal.self_test import AttentionNeeds, Family, Needs, RopeNeeds
 from worker.metal.self_test_cases import FAMILIES
 from worker.metal.state_kernels import StateKernels, twin_state_kernels
 from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
 
 logger = logging.getLogger(__name__)
+
+# Queries and keys `[rows, heads, head_dim]` and positions `[rows]`; both turned.
+Turn = Callable[[mx.array, mx.array, mx.array, RopeOptions], tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Kernels:
     decode: PagedDecode | None = None
     latent_decode: PagedDecode | None = None
     prefill: Prefill | None = None
-    rope: Rope | None = None
+    rope: Turn | None = None
     states: StateKernels = field(default_factory=twin_state_kernels)
     takes_ragged_rows: bool = False
     reads_seen_slots_alone: bool = False

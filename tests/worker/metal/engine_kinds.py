@@ -21,15 +21,15 @@ _KV8 = {"head_dim": 32, **_FEW}
 
 # Kind of layer -> case of the sweep, what differs from its config, bits of KV, and the kernels that must have run.
 KINDS: dict[str, tuple[str, dict[str, Any], int | None, set[str]]] = {
-    "full": ("qwen3", _FEW, None, {"paged_decode", "paged_prefill", "write_kv"}),
-    "window": ("gemma3_text", _FEW, None, {"paged_decode", "paged_prefill", "write_kv"}),
+    "full": ("qwen3", _FEW, None, {"paged_decode", "paged_prefill", "write_kv", "rope"}),
+    "window": ("gemma3_text", _FEW, None, {"paged_decode", "paged_prefill", "write_kv", "rope"}),
     "window and sinks": ("gpt_oss", {}, None, {"paged_decode", "paged_decode_merge_sinks", "paged_prefill"}),
     "chunk": ("llama4", {}, None, {"paged_decode", "paged_prefill", "write_kv"}),
     "soft cap": ("gemma2", _FEW, None, {"paged_decode", "paged_prefill", "write_kv"}),
     "latent": ("deepseek_v3", _FEW, None, {"paged_decode_staged_latent", "paged_decode_merge"}),
     "delta net": ("qwen3_next", _DELTA, None, {"gated_delta_step", "gated_delta_chunk", "short_conv", "paged_decode"}),
     "mamba-2": ("granitemoehybrid", _MAMBA2, None, {"mamba2_step", "mamba2_chunk", "short_conv", "paged_decode"}),
-    "short conv": ("lfm2", {}, None, {"short_conv", "paged_decode", "paged_prefill"}),
+    "short conv": ("lfm2", {}, None, {"short_conv", "paged_decode", "paged_prefill", "rope"}),
     "8 bits": ("qwen3", _KV8, 8, {"paged_decode_packed", "paged_prefill_quantized", "write_quantized"}),
 }
 
@@ -53,7 +53,7 @@ def answers(loaded: LoadedModel, kernels: Kernels) -> tuple[list[list[int]], np.
     groups[-1].pool = len(groups) - 1
     engine.configure(pb.Configure(block_size=16, num_blocks=[_BLOCKS] * len(groups), root_hash=ROOT, groups=groups))
     for group in range(len(groups)):
-        engine._tensors.fill_blocks(group, range(_BLOCKS), float("nan"))
+        engine._tensors.fill_blocks(group, range(1, _BLOCKS), float("nan"))
     engine._tensors.evaluate()
     mac = _Driver(engine, num_blocks=_BLOCKS)
     rng, sampling = np.random.RandomState(0), SamplingParams(temperature=0.0, num_top_logprobs=5)
