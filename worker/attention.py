@@ -38,6 +38,8 @@ class Step:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.is_dense = False
+        # Whether kernels update recurrent states in their slots, rather than that they are taken and put back.
+        self.updates_states_in_place = False
         self._batch: Batch | None = None
         self._tensors: KVTensors | None = None
 
@@ -63,6 +65,7 @@ class Step:
     def begin(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> None:
         """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
         self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
+        self.updates_states_in_place = self.kernels.updates_states_in_place
 
     def end(self) -> None:
         """Let go of the step's arrays."""
@@ -84,6 +87,14 @@ class Handle:
     def astype(self, dtype: mx.Dtype) -> "Handle":
         """The same keys, to be read as `dtype`."""
         return Handle(self.cache, self.fresh.astype(dtype), dtype)
+
+
+@dataclass(slots=True)
+class Turning:
+    """Stands for queries `x` that are turned together with their keys: see `worker.fused_rope`."""
+
+    x: mx.array
+    turned: mx.array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +242,7 @@ def install() -> None:
 
 
 def scaled_dot_product_attention(
-    queries: mx.array,
+    queries: "mx.array | Turning",
     keys: "mx.array | Handle",
     values: "mx.array | Handle",
     cache: object,
@@ -240,6 +251,10 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's helper of this name, which also takes handles. Raises UnsupportedModelError for a mask over handles."""
+    if isinstance(queries, Turning):
+        if queries.turned is None:
+            raise UnsupportedModelError("a layer attends with queries whose keys were not turned")
+        queries = queries.turned
     if not (isinstance(keys, Handle) and isinstance(values, Handle)):
         return _mlx_attention(queries, keys, values, cache, scale, mask, sinks=sinks)
     paged = keys.cache
@@ -250,7 +265,7 @@ def scaled_dot_product_attention(
     return paged.attend(queries, keys, values, scale, PLAIN if sinks is None else Extras(sinks=sinks))
 
 
-def _fast_dispatcher(q: mx.array, k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
+def _fast_dispatcher(q: "mx.array | Turning", k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
     """MLX's own function, for models that call it past mlx-lm's helper."""
     if isinstance(k, Handle):
         return scaled_dot_product_attention(q, k, v, None, scale, others.get("mask"), others.get("sinks"))

@@ -168,11 +168,12 @@ class Engine:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
             slices.append((sequence, sequence.span(piece)))
-        self._clear_open_blocks([span for _, span in slices], tensors)
+        if not self._kernels.reads_seen_slots_alone:
+            self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
 
     def _clear_open_blocks(self, spans: list[Span], tensors: KVTensors) -> None:
-        """Blocks that a step begins and does not fill: attention gathers them whole."""
+        """Blocks that a step begins and does not fill: plain MLX gathers them whole."""
         size = tensors.block_size
         opened = [span for span in spans if span.end % size and span.end // size * size >= span.start]
         for group in range(len(tensors.groups)):
@@ -221,9 +222,12 @@ class Engine:
     def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> list[mx.array]:
         """The graph of one forward; its logits `[num_sampled, vocab]`, if any row samples."""
         self._step.begin(batch, tensors, is_dense=is_dense)
-        in_place = self._kernels.updates_states_in_place
+        in_place = self._step.updates_states_in_place
         states = self.caches.states
-        if states and not in_place:
+        if states and in_place:
+            # Of a step that was not in place.
+            tensors.settle_states()
+        elif states:
             mixers.begin_states(batch, tensors)
         lays_in = states if batch.is_flat or in_place else []
         for state in lays_in:

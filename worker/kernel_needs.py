@@ -10,15 +10,16 @@ from typing import Any
 
 import mlx.core as mx
 
+from cluster.kv.hashing import HASH_BYTES
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import standalone
 from worker.attention import PagedCache
 from worker.engine import Engine
 from worker.kv_shapes import LayerShape, Quantization, Reach, ReachKind, StateShape
-from worker.metal import state_twins
+from worker.metal import rope, state_twins
 from worker.metal.decode_checks import LatentNeeds
-from worker.metal.dispatch import twin_kernels
-from worker.metal.self_test import AttentionNeeds
+from worker.metal.dispatch import Turn, twin_kernels
+from worker.metal.rope import RopeOptions
+from worker.metal.self_test import AttentionNeeds, RopeNeeds
 from worker.metal.state_kernels import SHAPES, StateKernels
 from worker.metal.state_rows import StateRows
 from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape, StateLayerShape
@@ -50,19 +51,51 @@ def needs_of(loaded: LoadedModel, block_size: int) -> list[object]:
     kernels = twin_kernels()
     if states and loaded.runs_over_slots:
         kernels = replace(kernels, states=_watched_twins(seen), updates_states_in_place=True)
+    if loaded.fuses_rope:
+        kernels = replace(kernels, rope=_watched_rope(seen))
     engine = Engine(loaded, kernels, memory_limit_bytes=0)
     for leaf in engine.caches.leaves:
         if isinstance(leaf, PagedCache):
             _watch(leaf, seen, block_size)
-    tables = standalone.configure(engine, num_blocks=1)
-    plan = pb.StepPlan(new_sequences=[pb.NewSequence(seq_id=1, token_ids=[0] * _NUM_TOKENS)])
-    plan.slices.add(seq_id=1, num_tokens=_NUM_TOKENS, new_blocks=tables)
-    engine.execute(plan)
-    engine.reset()
+    _run(engine, block_size)
     if seen.num_states == sum(len(shape.shapes) for shape in states):
         return list(seen.needs)
     # Some state stays with mlx-lm, and so must all of the model's.
     return [need for need in seen.needs if not isinstance(need, tuple(SHAPES.values()))]
+
+
+def _run(engine: Engine, block_size: int) -> None:
+    """A step of two sequences that begin: in token rows, and with a state each."""
+    layers = engine.describe().layers
+    kinds = [[n for n, layer in enumerate(layers) if bool(layer.states) is has_states] for has_states in (False, True)]
+    configure = pb.Configure(block_size=block_size, root_hash=bytes(HASH_BYTES))
+    for pool, members in enumerate(filter(None, kinds)):
+        configure.groups.add(pool=pool, layers=members)
+        configure.num_blocks.append(3)
+    engine.configure(configure)
+    plan = pb.StepPlan()
+    for seq_id in (1, 2):
+        plan.new_sequences.add(seq_id=seq_id, token_ids=[0] * _NUM_TOKENS)
+        tables = [pb.GroupBlocks(group=group, block_ids=[seq_id]) for group in range(len(configure.groups))]
+        plan.slices.add(seq_id=seq_id, num_tokens=_NUM_TOKENS, new_blocks=tables)
+    engine.execute(plan)
+    engine.reset()
+
+
+def _watched_rope(seen: _Seen) -> Turn:
+    """The twin of the fused rotary embedding, which notes what it is given."""
+
+    def turn(queries: mx.array, keys: mx.array, positions: mx.array, options: RopeOptions) -> tuple[mx.array, mx.array]:
+        (_, num_heads, head_dim), num_kv_heads = queries.shape, keys.shape[1]
+        has_freqs = options.freqs is not None
+        need = RopeNeeds(
+            *(num_heads, num_kv_heads, head_dim, queries.dtype),
+            *(options.dims, options.traditional, has_freqs),
+        )
+        seen.needs[need] = None
+        return rope.twin(queries, keys, positions, options)
+
+    return turn
 
 
 def _watch(cache: PagedCache, seen: _Seen, block_size: int) -> None:

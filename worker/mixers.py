@@ -47,7 +47,7 @@ class StateCache(ArraysCache):
     def is_cut(self) -> bool:
         """Whether rows of several sequences run, so that a mixer can't have the state as it is."""
         step = self._step
-        return step.is_running and not (step.batch.is_flat or step.kernels.updates_states_in_place)
+        return step.is_running and not (step.batch.is_flat or step.updates_states_in_place)
 
     def empty(self) -> bool:
         """A cache is always there."""
@@ -55,7 +55,7 @@ class StateCache(ArraysCache):
 
     def begin(self) -> None:
         """Of a flat step: lay the sequence's state in. Of one whose states are updated in place: where they are."""
-        if self._step.kernels.updates_states_in_place:
+        if self._step.updates_states_in_place:
             self.cache = [self._slot_states(number) for number in range(len(self.cache))]  # type: ignore[misc]
             return
         (part,) = self._step.batch.parts
@@ -63,7 +63,7 @@ class StateCache(ArraysCache):
 
     def end(self) -> None:
         """Of a flat step: keep what the layer left."""
-        if not self._step.kernels.updates_states_in_place:
+        if not self._step.updates_states_in_place:
             (part,) = self._step.batch.parts
             self.put(part, self.cache)
         self.forget()

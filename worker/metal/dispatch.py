@@ -13,7 +13,7 @@ from worker.metal.paged_decode import PagedDecode
 from worker.metal.paged_prefill import PagedPrefill
 from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter
 from worker.metal.prefill import Prefill
-from worker.metal.rope import Rope
+from worker.metal.rope import Rope, RopeOptions
 from worker.metal.self_test import AttentionNeeds, Family, Needs, RopeNeeds
 from worker.metal.self_test_cases import FAMILIES
 from worker.metal.state_kernels import StateKernels, twin_state_kernels
@@ -21,23 +21,27 @@ from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConv
 
 logger = logging.getLogger(__name__)
 
+# Queries and keys `[rows, heads, head_dim]` and positions `[rows]`; both turned.
+Turn = Callable[[mx.array, mx.array, mx.array, RopeOptions], tuple[mx.array, mx.array]]
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What layers run on: None, or not so, is plain MLX. `name` is for people.
 
     `takes_ragged_rows`: all attention layers decode rows of any context lengths in one launch, without padding or
-    masks. `updates_states_in_place`: all recurrent layers run on `states`. `failed` are kernels that the self-test
-    turned off.
+    masks. `reads_seen_slots_alone`: no attention touches a slot that its row does not see, whatever that may hold.
+    `updates_states_in_place`: all recurrent layers run on `states`. `failed` are kernels that the self-test turned off.
     """
 
     name: str
     decode: PagedDecode | None = None
     latent_decode: PagedDecode | None = None
     prefill: Prefill | None = None
-    rope: Rope | None = None
+    rope: Turn | None = None
     states: StateKernels = field(default_factory=twin_state_kernels)
     takes_ragged_rows: bool = False
+    reads_seen_slots_alone: bool = False
     updates_states_in_place: bool = False
     make_writer: Callable[[], PoolWriter] = ScatterWriter
     failed: tuple[str, ...] = ()
@@ -93,8 +97,9 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     shapes = {name: shape for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in needs)}
     updates_states = bool(shapes) and set(works) >= shapes.keys()
     writes = {"write_quantized" if need.bits else "write_kv" for need in attention}
+    reads_seen = decodes and prefills and not has_latents
     # Each reader must take the token of the writes: plain MLX attention doesn't.
-    in_place = {"in_place", "put_blocks", *writes} <= set(works) and decodes and prefills and not has_latents
+    in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen
     states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
     ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
     used = {
@@ -116,6 +121,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
         takes_ragged_rows=(decodes or decodes_latents)
         and decodes == bool(attention)
         and decodes_latents == has_latents,
+        reads_seen_slots_alone=reads_seen,
         updates_states_in_place=updates_states,
         make_writer=(lambda: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
         failed=tuple(failed),
