@@ -229,8 +229,9 @@ def _kv_cache(stats: KVStats) -> admin_pb2.KVCache:
         cached_bytes=stats.cached_bytes,
         free_bytes=stats.free_bytes,
         pinned_bytes=stats.pinned_bytes,
-        # The fields have the names of the message's.
+        # The fields have the names of the messages'.
         groups=[admin_pb2.KVGroup(**asdict(group)) for group in stats.groups],
+        pools=[admin_pb2.KVPool(**asdict(pool)) for pool in stats.pools],
     )
 
 

@@ -122,5 +122,8 @@ def _options(config: MacConfig) -> list[str]:
         "--block-size": config.kv.block_size_tokens,
         "--kv-bits": config.kv.kv_bits,
         "--kv-group-size": config.kv.kv_group_size,
+        "--max-num-seqs": config.batch.max_num_seqs,
+        "--max-num-batched-tokens": config.batch.max_num_batched_tokens,
+        "--max-model-len": config.model.max_model_len,
     }
     return [word for name, value in settings.items() if value is not None for word in (name, str(value))]

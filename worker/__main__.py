@@ -44,6 +44,9 @@ def _parse() -> WorkerConfig:
     parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="quantise keys and values to so many bits")
     parser.add_argument("--kv-group-size", type=int, choices=(32, 64), help="elements that share a scale")
     parser.add_argument("--block-size", type=int, default=16, choices=(16, 32), help="tokens of a block of KV")
+    parser.add_argument("--max-num-seqs", type=int, help="sequences of the largest step, which is measured if given")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of the largest step")
+    parser.add_argument("--max-model-len", type=int, help="the longest context that will be asked for")
     parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
@@ -54,6 +57,7 @@ def _parse() -> WorkerConfig:
 
 
 def _serve(config: WorkerConfig) -> int:
+    from worker.dry_run import StepLimits, activation_bytes
     from worker.server import listen, serve
 
     if config.socket_path is None:
@@ -64,6 +68,11 @@ def _serve(config: WorkerConfig) -> int:
         threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()
     try:
         engine = _build_engine(config)
+        if config.max_num_seqs is not None and config.max_num_batched_tokens is not None:
+            limits = StepLimits(
+                config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
+            )
+            engine.activation_bytes = activation_bytes(engine, limits)
         # What is loaded stays: a collection that walks it all would stall a step.
         gc.collect()
         gc.freeze()

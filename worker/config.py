@@ -10,7 +10,8 @@ class WorkerConfig:
     """One worker process.
 
     `model` is a directory or a hub id. `dtype` "auto" is float32 on a CPU and the model's own type on Metal.
-    `kv_bits` and `kv_group_size` as of `worker.kv_quantization`. `block_size` is what kernels are tested for.
+    `max_num_seqs` and `max_num_batched_tokens` say how large steps will be, if that is known: then the largest is
+    measured. `kv_bits` and `kv_group_size` as of `worker.kv_quantization`. `block_size` is what kernels are tested for.
     `num_threads` is the number of threads of a CPU's matrix products. With `exits_with_stdin` the process ends when its
     standard input does, which happens when the parent dies, however it dies. `max_tokens` and `temperature` belong to
     `prompt`.
@@ -21,6 +22,9 @@ class WorkerConfig:
     dtype: str = "auto"
     kv_bits: int | None = None
     kv_group_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
     block_size: int = 16
     num_threads: int = 1
     exits_with_stdin: bool = False

