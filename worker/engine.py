@@ -74,8 +74,8 @@ class Engine:
         groups = description.checked_groups(message, self._loaded.caches)
         if self._kernels.block_size not in (0, message.block_size):
             raise ProtocolError(
-                f"block_size is {message.block_size}; the kernels were tested for {self._kernels.block_size}: start the "
-                f"worker with --block-size {message.block_size}"
+                f"block_size is {message.block_size}; the kernels were tested for {self._kernels.block_size}: start "
+                f"the worker with --block-size {message.block_size}"
             )
         self._root = BlockHash(message.root_hash)
         self._tensors = KVTensors(

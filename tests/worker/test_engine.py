@@ -155,7 +155,7 @@ def test_cached_blocks_are_not_reported_again(engine):
 def test_blocks_of_another_size_than_kernels_were_tested_for_are_refused():
     loaded = models.adapt(make_model("qwen3"), config_of("qwen3"))
     engine = Engine(loaded, replace(twin_kernels(), block_size=16), memory_limit_bytes=1)
-    with pytest.raises(ProtocolError, match="block_size is 32; the kernels were tested for 16: start the worker with"):
+    with pytest.raises(ProtocolError, match="block_size is 32; the kernels were tested for 16: start the worker"):
         engine.configure(configure_of(engine, block_size=32))
     engine.configure(configure_of(engine, block_size=16))
 
