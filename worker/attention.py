@@ -36,6 +36,8 @@ class Step:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.is_dense = False
+        # What goes into the model's head, for all rows: its last layer's normed output.
+        self.hidden: mx.array | None = None
         self._batch: Batch | None = None
         self._tensors: KVTensors | None = None
 
@@ -61,10 +63,11 @@ class Step:
     def begin(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> None:
         """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
         self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
+        self.hidden = None
 
     def end(self) -> None:
         """Let go of the step's arrays."""
-        self._batch = self._tensors = None
+        self._batch = self._tensors = self.hidden = None
 
 
 @dataclass(frozen=True, slots=True)

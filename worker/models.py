@@ -123,11 +123,12 @@ class SamplingHead:
         if not self.step.is_running:
             return self.project(hidden)
         batch = self.step.batch
+        self.step.hidden = hidden
         if batch.samples_all or not batch.sampled_rows:
             return self.project(hidden)
         if batch.is_flat:
             # A flat step has one sequence, which samples after its last token.
-            return self.project(hidden[:, -1:])
+            return self.project(hidden[:, -len(batch.sampled_rows) :])
         return self.project(hidden[mx.array(batch.sampled_rows, mx.int32)])
 
 

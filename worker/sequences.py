@@ -9,6 +9,7 @@ from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
 from worker.batch import Span
 from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
+from worker.reading import make_reading
 from worker.row_rules import RowRules
 from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
 
@@ -42,11 +43,14 @@ class SequenceState:
             raise ProtocolError(f"sequence {self.seq_id} has no tokens; at least 1 is needed")
         self.sampling = row_sampling(self.seq_id, message.sampling, defaults, message.stop_token_ids)
         self.rules: RowRules | None = None
+        self.reading = make_reading(message)
         self.append_blocks(message.block_tables)
 
     @property
     def failure(self) -> str:
         """Why no token can be drawn; empty as long as one can."""
+        if self.reading is not None and self.reading.failure:
+            return self.reading.failure
         return self.rules.failure if self.rules is not None else ""
 
     def append_blocks(self, groups: Iterable[GroupBlocks]) -> None:
@@ -94,7 +98,21 @@ class SequenceState:
                 raise self._bad_slice(start, end, problem)
         main = self._layout.main_group
         table = [] if main is None else self.block_tables[main]
-        return Span(self.token_ids[start:end], start, table, piece.samples, self.block_tables)
+        if self.reading is None:
+            return Span(self.token_ids[start:end], start, table, piece.samples, self.block_tables)
+        scored = self.reading.scored_positions(start, end)
+        if scored and scored.stop != end + 1 - piece.samples:
+            raise self._bad_slice(start, end, f"is scored up to position {scored.stop - 1}, not to its end")
+        return Span(
+            self.token_ids[start:end],
+            start,
+            table,
+            piece.samples and not self.reading.reads_only,
+            self.block_tables,
+            self.reading,
+            # The last row of a prompt predicts no token of it, but lies behind those that do.
+            len(scored) + piece.samples if scored else 0,
+        )
 
     def _bad_slice(self, start: int, end: int, problem: str) -> ProtocolError:
         return ProtocolError(f"sequence {self.seq_id}: slice [{start}, {end}) {problem}")

@@ -85,6 +85,7 @@ class Scheduler:
             token_ids=list(request.token_ids),
             hashes=bytearray(join_hashes(request.block_hashes)),
             num_ahead=len(request.token_ids),
+            next_scored=request.reading.first_scored if request.reading else 1,
         )
         self._live_by_id[request.request_id] = live
         self._waiting.push(live)
@@ -142,7 +143,7 @@ class Scheduler:
         self._drain.step_ran(plan.num_tokens, result.run_s)
         # Before the tokens: a request that ends here leaves its blocks findable.
         self._confirm(plan, result)
-        updates: list[Update] = []
+        updates = self._tell_scores(result) if result.prompt_logprobs else []
         for sampled in result.sampled:
             live = self._live_by_seq.get(sampled.seq_id)
             if live is not None:
@@ -310,7 +311,8 @@ class Scheduler:
             if not self._is_settled(live):
                 return  # Preempted, and a plan in flight still brings a token of it.
             computed = self._look_up(live)
-            if self._waits_for_sibling(live, computed, self._running):
+            # Whoever has to run its rows in any case gains nothing by waiting.
+            if not live.runs_all and self._waits_for_sibling(live, computed, self._running):
                 num_passed_over += 1
                 continue
             if not self._running and not self._kv.can_allocate(computed, len(live.token_ids)):
@@ -328,7 +330,7 @@ class Scheduler:
 
     def _look_up(self, live: LiveRequest) -> ComputedBlocks:
         """The cached prefix; looked up again only if the answer may have changed."""
-        hashes = bytes(live.hashes)
+        hashes = live.reusable_hashes(self._kv.layout.block_size)
         if live.computed is None or not self._kv.is_current(live.computed, hashes):
             live.computed = self._kv.get_computed_blocks(hashes, len(live.token_ids))
         return live.computed
@@ -375,6 +377,17 @@ class Scheduler:
             if live is not None and live.is_running and live.seq_id == seq_id:
                 live.num_processed = end
 
+    def _tell_scores(self, result: StepResult) -> list[Update]:
+        """Log-probabilities of prompts, of preempted requests too: the rows ran, and will not run again for them."""
+        updates = []
+        for scores in result.prompt_logprobs:
+            live = self._live_by_seq.get(scores.seq_id)
+            if live is not None:
+                assert live.queue_s is not None
+                told = live.request.request_id, (), (), None, live.num_cached_tokens, live.queue_s
+                updates.append(Update(*told, prompt_logprobs=live.take_scores(scores)))
+        return updates
+
     def _check_order(self, seq_id: int, first_index: int) -> None:
         num_registered = self._kv.num_registered_blocks(seq_id)
         if first_index > num_registered and self._kv.is_caching:
@@ -383,10 +396,11 @@ class Scheduler:
     def _accept(self, live: LiveRequest, sampled: Sampled) -> Update:
         """Append a token. Valid for a preempted request too: the step ran while the blocks were still its own."""
         assert live.queue_s is not None
-        if sampled.failure:
+        if sampled.failure or sampled.is_read:
             self._drop(live, is_settled=True)
-            failed = live.request.request_id, (), (), Finish.ABORTED
-            return Update(*failed, live.num_cached_tokens, live.queue_s, sampled.failure)
+            ended = live.request.request_id, (), (), Finish.ABORTED if sampled.failure else Finish.LENGTH
+            told = live.num_cached_tokens, live.queue_s
+            return Update(*ended, *told, sampled.failure, embedding=sampled.embedding)
         live.token_ids.append(sampled.token_id)
         finish: Finish | None = None
         if sampled.stopped:

@@ -69,6 +69,9 @@ class StepBuilder:
                 block_tables=started.tables,
                 num_prompt_tokens=request.num_prompt_tokens,
                 cache_salt=request.cache_salt,
+                adapter=request.adapter,
+                reading=live.reading,
+                reads_only=request.reads_only,
             )
         )
 

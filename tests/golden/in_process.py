@@ -12,7 +12,7 @@ from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_format, layer_specs
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
-from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs
+from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
 from worker import models
 from worker.engine import Engine
@@ -32,6 +32,9 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
+    failure: str = ""
 
 
 class InProcessMac:
@@ -82,7 +85,15 @@ class InProcessMac:
         self.num_copies = 0
 
     def add(
-        self, request_id: str, prompt: list[int], max_tokens: int, *, generated=(), stop_token_ids=(), **sampling
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        generated=(),
+        stop_token_ids=(),
+        reading: Reading | None = None,
+        **sampling,
     ) -> Answer:
         """`generated` is what another Mac made of it before."""
         tokens = (*prompt, *generated)
@@ -94,6 +105,7 @@ class InProcessMac:
             max_tokens=max_tokens,
             sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
             stop_token_ids=tuple(stop_token_ids),
+            reading=reading,
         )
         self.answers[request_id] = Answer(request)
         self.scheduler.add(request, self.now_s)
@@ -133,6 +145,9 @@ class InProcessMac:
             answer.logprobs += update.logprobs
             answer.finish = update.finish or answer.finish
             answer.num_cached_tokens = update.num_cached_tokens
+            answer.prompt_logprobs += update.prompt_logprobs
+            answer.embedding = update.embedding or answer.embedding
+            answer.failure = update.failure
         self.kv.take_events()
 
     def run(self) -> None:
