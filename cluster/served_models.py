@@ -9,10 +9,11 @@ from cluster.config import ModelConfig
 from cluster.errors import InvalidRequest, ModelNotFound, NoMacReady, StartupFailed
 from cluster.grammars import GrammarChecker
 from cluster.kv.hashing import BlockHash
-from cluster.model_files import find_model
+from cluster.model_files import find_model, pooling_of
 from cluster.ray_calls import ActorCaller
 from cluster.routing.mac import MacState
 from cluster.sampling import Defaults, SamplingRequest, check_bad_words
+from cluster.scheduling.request import Pooling
 from cluster.tokenizer import Message, Prompt, Tokenizer
 
 # Shorter texts take about a millisecond, which a hop to a thread would double.
@@ -28,6 +29,8 @@ class ServedModel:
     defaults: Defaults
     created_s: int
     grammars: GrammarChecker
+    # Of embeddings whose requests don't say.
+    pooling: Pooling = Pooling.LAST
     root: BlockHash | None = None
     block_size: int = 0
     max_model_len: int = 0
@@ -117,4 +120,6 @@ class ServedModels:
 
 def _load(name: str, folder: Path, created_s: int) -> ServedModel:
     tokenizer = Tokenizer(folder)
-    return ServedModel(name, tokenizer, Defaults.of_model(folder), created_s, GrammarChecker(tokenizer))
+    return ServedModel(
+        name, tokenizer, Defaults.of_model(folder), created_s, GrammarChecker(tokenizer), pooling_of(folder)
+    )

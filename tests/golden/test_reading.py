@@ -15,9 +15,7 @@ SCORED = Reading(num_top_logprobs=3)
 
 
 def cases():
-    return [
-        pytest.param(case, marks=[] if case in REPRESENTATIVES else pytest.mark.matrix, id=case) for case in CASES
-    ]
+    return [pytest.param(case, marks=[] if case in REPRESENTATIVES else pytest.mark.matrix, id=case) for case in CASES]
 
 
 class Oracle:
