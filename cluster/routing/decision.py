@@ -36,6 +36,11 @@ class RouteQuery:
         if not 0 < self.tenant_weight < float("inf"):
             raise ValueError(f"tenant {self.tenant!r}: weight must be positive and finite, got {self.tenant_weight}")
 
+    @property
+    def num_least_tokens(self) -> int:
+        """What its context must hold: a prompt that is only read needs no room for an answer."""
+        return self.num_tokens + min(1, self.max_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

@@ -335,8 +335,7 @@ class ModelFleet:
             return "excluded by the request"
         if info.root_hash != query.root_hash:
             return f"its root hash is {info.root_hash.hex()}, the request's {query.root_hash.hex()}"
-        # A prompt that is only read needs no room for an answer.
-        if query.num_tokens + min(1, query.max_tokens) > info.max_model_len:
+        if query.num_least_tokens > info.max_model_len:
             return f"a prompt of {query.num_tokens} tokens leaves no room in its context of {info.max_model_len}"
         return ""
 
