@@ -19,7 +19,7 @@ from cluster.errors import (
     RequestTooLong,
 )
 from cluster.handling import Handling
-from cluster.kv.hashing import BlockHash, hash_blocks, salt_extras
+from cluster.kv.hashing import BlockHash, first_extras, hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
 from cluster.ray_calls import ActorCaller
@@ -365,13 +365,12 @@ def _check(job: Job) -> tuple[SamplingParams, int]:
 def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Progress, tenant_weight: float) -> Request:
     assert job.model.root is not None
     token_ids = job.prompt.token_ids + tuple(progress.token_ids)
+    extras = first_extras(job.handling.cache_salt, job.model.adapter)
     return Request(
         request_id=job.request_id,
         token_ids=token_ids,
         num_prompt_tokens=len(job.prompt.token_ids),
-        block_hashes=tuple(
-            hash_blocks(job.model.root, token_ids, job.model.block_size, salt_extras(job.handling.cache_salt))
-        ),
+        block_hashes=tuple(hash_blocks(job.model.root, token_ids, job.model.block_size, extras)),
         max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=job.asked.stop_token_ids,
@@ -382,6 +381,7 @@ def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Pro
         retention_priority=job.handling.retention_priority,
         pin_s=job.handling.pin_s,
         cache_salt=job.handling.cache_salt,
+        adapter=job.model.adapter,
         reading=_reading(job, progress),
     )
 

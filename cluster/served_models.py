@@ -31,6 +31,9 @@ class ServedModel:
     grammars: GrammarChecker
     # Of embeddings whose requests don't say.
     pooling: Pooling = Pooling.LAST
+    # Digest of the adapter that this is, and the model that it adapts; both empty for a model.
+    adapter: str = ""
+    parent: str = ""
     root: BlockHash | None = None
     block_size: int = 0
     max_model_len: int = 0

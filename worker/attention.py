@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from worker import odd_attention
+from worker.adapter_rows import StepAdapters
 from worker.batch import Batch
 from worker.cascade import cascade_attention
 from worker.errors import UnsupportedModelError
@@ -38,6 +39,8 @@ class Step:
         self.is_dense = False
         # What goes into the model's head, for all rows: its last layer's normed output.
         self.hidden: mx.array | None = None
+        # None as long as no row has an adapter.
+        self.adapters: StepAdapters | None = None
         self._batch: Batch | None = None
         self._tensors: KVTensors | None = None
 
@@ -63,11 +66,11 @@ class Step:
     def begin(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> None:
         """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
         self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
-        self.hidden = None
+        self.hidden, self.adapters = None, StepAdapters.of(batch)
 
     def end(self) -> None:
         """Let go of the step's arrays."""
-        self._batch = self._tensors = self.hidden = None
+        self._batch = self._tensors = self.hidden = self.adapters = None
 
 
 @dataclass(frozen=True, slots=True)

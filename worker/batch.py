@@ -42,6 +42,8 @@ class Span:
     # What is wanted of its prompt, and of how many of its last rows the logits for that.
     reading: "SequenceReading | None" = None
     num_read: int = 0
+    # Digest of its adapter, empty for none.
+    adapter: str = ""
 
     @property
     def num_logits(self) -> int:

@@ -6,6 +6,7 @@ thread that owns MLX.
 
 import os
 import time
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -13,9 +14,10 @@ from cluster.kv.hashing import BlockHash
 from protos.cidery.v1 import sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker import description, mixers, models, reading
+from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
-from worker.errors import ProtocolError
+from worker.errors import AdapterRefused, ProtocolError
 from worker.grammar import GrammarTable
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
@@ -39,6 +41,7 @@ class Engine:
         self._grammars = grammars
         self._step = Step(kernels)
         self._caches = models.attach(loaded, self._step)
+        self._adapters = Adapters(loaded.model, self._step)
         self._tensors: KVTensors | None = None
         self._blocks: PlanBlocks | None = None
         self._tables: TableLayout | None = None
@@ -82,7 +85,26 @@ class Engine:
         self._tensors = self._blocks = self._tables = None
         self._step.end()
         self._caches.forget()
+        self._adapters.clear()
         mx.clear_cache()
+
+    def load_adapter(self, message: pb.LoadAdapter) -> pb.AdapterLoaded:
+        """Sequences may name it from now on, unless it was refused."""
+        loaded = pb.AdapterLoaded(digest=message.digest)
+        if not message.digest or message.digest in self._adapters:
+            raise ProtocolError(f"adapter {message.digest!r} has no digest, or is loaded already")
+        try:
+            loaded.num_bytes = self._adapters.load(message.digest, Path(message.folder))
+        except AdapterRefused as error:
+            loaded.refusal = str(error)
+        return loaded
+
+    def unload_adapter(self, message: pb.UnloadAdapter) -> None:
+        """Raises ProtocolError while a sequence has it."""
+        users = [sequence.seq_id for sequence in self._sequences.values() if sequence.adapter == message.digest]
+        if users or message.digest not in self._adapters:
+            raise ProtocolError(f"adapter {message.digest!r} is not loaded, or sequences have it: {users[:10]}")
+        self._adapters.unload(message.digest)
 
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:
         """Carry out one plan. Raises ProtocolError, after which the stream's state is undefined: `reset`."""
@@ -126,6 +148,8 @@ class Engine:
         what = f"sequence {message.seq_id}"
         if message.token_ids and max(message.token_ids) >= vocab_size:
             raise ProtocolError(f"{what}: token id {max(message.token_ids)} is not below the vocabulary's {vocab_size}")
+        if message.adapter and message.adapter not in self._adapters:
+            raise ProtocolError(f"{what}: adapter {message.adapter!r} is not loaded")
         blocks.check_tables(message.block_tables, what)
         assert self._tables is not None
         sequence = SequenceState(message, layout=self._tables, root=self._root, defaults=self._loaded.sampling_defaults)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from mlx.nn.layers.base import Module
 
 from cluster import wire
-from cluster.kv.hashing import hash_blocks, root_hash
+from cluster.kv.hashing import first_extras, hash_blocks, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_format, layer_specs
@@ -93,6 +93,7 @@ class InProcessMac:
         generated=(),
         stop_token_ids=(),
         reading: Reading | None = None,
+        adapter: str = "",
         **sampling,
     ) -> Answer:
         """`generated` is what another Mac made of it before."""
@@ -101,11 +102,12 @@ class InProcessMac:
             request_id=request_id,
             token_ids=tokens,
             num_prompt_tokens=len(prompt),
-            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE)),
+            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE, first_extras("", adapter))),
             max_tokens=max_tokens,
             sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
             stop_token_ids=tuple(stop_token_ids),
             reading=reading,
+            adapter=adapter,
         )
         self.answers[request_id] = Answer(request)
         self.scheduler.add(request, self.now_s)

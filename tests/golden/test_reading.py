@@ -3,6 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
 
 from cluster.scheduling.request import Finish, Pooling, Reading
 from tests.golden.cases import CASES, REPRESENTATIVES, config_of, make_model
@@ -26,8 +28,12 @@ class Oracle:
 
     def logprobs(self, prompt) -> np.ndarray:
         """`[tokens, vocab]`."""
-        logits = self.model(mx.array([prompt]))[0].astype(mx.float32)
+        logits = self._forward(prompt)[0].astype(mx.float32)
         return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+    def _forward(self, prompt) -> mx.array:
+        # Over caches, as when it generates: without them some families forget their windows.
+        return self.model(mx.array([prompt]), cache=make_prompt_cache(self.model))
 
     def hidden(self, prompt) -> np.ndarray | None:
         """`[tokens, hidden]`, if the family has a projection that can be watched."""
@@ -37,10 +43,10 @@ class Oracle:
                 for path in paths:
                     owner, name = models._owner(self.model, path)
                     module = getattr(owner, name, None)
-                    if module is not None and hasattr(type(module), method):
+                    if isinstance(module, Module) and hasattr(type(module), method):
                         watched = type("Watched", (type(module),), {method: _watching(type(module), method, seen)})
                         patch.setattr(module, "__class__", watched)
-            self.model(mx.array([prompt]))
+            self._forward(prompt)
         return np.array(seen[-1][0].astype(mx.float32)) if seen and seen[-1].ndim == 3 else None
 
 

@@ -1,0 +1,326 @@
+"""LoRA and DoRA adapters over one loaded model, several at a time, each row through its sequence's own.
+
+A layer that some adapter changes goes over to a subclass that runs the layer as it is and then adds, for the rows that
+have the adapter, what mlx-lm's own wrapper would (`mlx_lm.tuner`): the same products in the same order, so that a step
+with one adapter computes what mlx-lm computes. Rows of different adapters are sorted by adapter and run as one product
+each, without padding. Layers go back to their class when the last adapter that changes them leaves; a step without
+adapters costs such a layer one look at an attribute.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+
+from worker import adapter_files
+from worker.adapter_files import AdapterFiles
+from worker.adapter_rows import BASE, StepAdapters
+from worker.attention import Step
+from worker.errors import AdapterRefused
+from worker.models import SamplingHead
+
+_LINEAR = (Linear, QuantizedLinear)
+_SWITCH = (SwitchLinear, QuantizedSwitchLinear)
+_EMBEDDING = (Embedding, QuantizedEmbedding)
+# Modules that sort rows by expert before their switch layers see them, so rows are parted by adapter before that.
+_SWITCH_OWNERS = (SwitchGLU, SwitchMLP)
+_MAX_TOLD = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one adapter does to one layer. `factor` of DoRA: learned magnitude over the adapted weights' norm."""
+
+    lora_a: mx.array
+    lora_b: mx.array
+    scale: float
+    m: mx.array | None = None
+    factor: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All of them."""
+        return [array for array in (self.lora_a, self.lora_b, self.m, self.factor) if array is not None]
+
+
+class Adaptation:
+    """The adapters of one layer, by digest; `apply` is how its kind applies one."""
+
+    def __init__(self, step: Step, cls: type, apply: Callable[..., mx.array]) -> None:
+        self.step = step
+        # What it was before, and will be again.
+        self.cls = cls
+        self.apply = apply
+        self.deltas: dict[str, Delta] = {}
+
+    def adapted(self, module: Module, running: StepAdapters, y: mx.array, x: mx.array, *args: Any) -> mx.array:
+        """`y` is what the layer itself makes of `x`; both have the step's rows along axis 0."""
+        groups = running.groups(x.shape[0])
+        if groups.uniform is not None:
+            delta = self.deltas.get(groups.uniform)
+            return y if delta is None else self.apply(module, delta, y, x, *args)
+        cut = groups.cut(self.deltas)
+        if len(cut.parts) == 1 and cut.parts[0][0] == BASE:
+            return y
+        outputs = []
+        for name, rows in cut.parts:
+            some = y[rows]
+            outputs.append(some if name == BASE else self.apply(module, self.deltas[name], some, x[rows], *args))
+        return mx.concatenate(outputs)[cut.back]
+
+
+class Adapters:
+    """All adapters of a loaded model. Owns what they change in it."""
+
+    def __init__(self, model: Module, step: Step) -> None:
+        self._model = model
+        self._step = step
+        # Layers that each adapter changes.
+        self._layers: dict[str, list[Any]] = {}
+        # How many of its layers each sorting module has whose adapters are in.
+        self._owners: dict[int, tuple[Any, set[int]]] = {}
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._layers
+
+    def load(self, digest: str, folder: Path) -> int:
+        """Read an adapter and put it in; returns its bytes. Raises AdapterRefused, with nothing changed."""
+        files = adapter_files.read(folder)
+        found = self._fit(files)
+        mx.eval([delta.arrays for _, _, delta in found])
+        for owner, module, delta in found:
+            self._put(digest, owner, module, delta)
+        self._layers[digest] = [module for _, module, _ in found]
+        return sum(array.nbytes for _, _, delta in found for array in delta.arrays)
+
+    def unload(self, digest: str) -> None:
+        """Take it out; its memory is free once nothing refers to the last step. No effect if it is not there."""
+        for module in self._layers.pop(digest, ()):
+            adaptation: Adaptation = module.cidery_adaptation
+            del adaptation.deltas[digest]
+            if not adaptation.deltas:
+                module.__class__ = adaptation.cls
+                del module.cidery_adaptation
+                self._release_owners(module)
+
+    def clear(self) -> None:
+        """Take all out."""
+        for digest in list(self._layers):
+            self.unload(digest)
+
+    def _fit(self, files: AdapterFiles) -> list[tuple[Any, Any, Delta]]:
+        """(module that owns the layer, the layer, its delta) for each layer of the adapter; all misfits are told."""
+        found, problems = [], []
+        for path, tensors in files.tensors.items():
+            try:
+                owner, module = _resolve(self._model, path)
+                found.append((owner, module, _delta(path, owner, module, tensors, files)))
+            except AdapterRefused as error:
+                problems.append(str(error))
+        if problems:
+            more = f"; and {len(problems) - _MAX_TOLD} more" if len(problems) > _MAX_TOLD else ""
+            raise AdapterRefused("; ".join(problems[:_MAX_TOLD]) + more)
+        return found
+
+    def _put(self, digest: str, owner: Any, module: Any, delta: Delta) -> None:
+        if not hasattr(module, "cidery_adaptation"):
+            cls: type = type(module)
+            module.cidery_adaptation = Adaptation(self._step, cls, _apply_of(module))
+            module.__class__ = _adapted_class(cls)
+        module.cidery_adaptation.deltas[digest] = delta
+        if isinstance(module, _SWITCH):
+            _, layers = self._owners.setdefault(id(owner), (owner, set()))
+            if not layers:
+                sorting: type = type(owner)
+                owner.cidery_step = self._step
+                owner.__class__ = _parting_class(sorting)
+            layers.add(id(module))
+
+    def _release_owners(self, module: Any) -> None:
+        for key, (owner, layers) in list(self._owners.items()):
+            layers.discard(id(module))
+            if not layers:
+                owner.__class__ = type(owner).__bases__[0]
+                del owner.cidery_step
+                del self._owners[key]
+
+
+@functools.cache
+def _adapted_class(cls: type) -> type:
+    """A subclass of a layer's class that minds adapters."""
+    layer: Any = cls
+
+    def call(self: Any, x: mx.array, *args: Any, **named: Any) -> mx.array:
+        y: mx.array = layer.__call__(self, x, *args, **named)
+        running = self.cidery_adaptation.step.adapters
+        if running is None:
+            return y
+        adapted: mx.array = self.cidery_adaptation.adapted(self, running, y, x, *args, *named.values())
+        return adapted
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        y: mx.array = layer.as_linear(self, x)
+        running = self.cidery_adaptation.step.adapters
+        if running is None:
+            return y
+        adapted: mx.array = self.cidery_adaptation.adapted(self, running, y, x, _AS_LINEAR)
+        return adapted
+
+    body: dict[str, Any] = {"__call__": call, "__module__": cls.__module__}
+    if issubclass(cls, _EMBEDDING):
+        body["as_linear"] = as_linear
+    return type(f"Adapted{cls.__name__}", (cls,), body)
+
+
+@functools.cache
+def _parting_class(cls: type) -> type:
+    """A subclass of a module that sorts rows by expert: it runs each adapter's rows by themselves."""
+    owner: Any = cls
+
+    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        running = self.cidery_step.adapters
+        if running is None or running.groups(x.shape[0]).uniform is not None:
+            whole: mx.array = owner.__call__(self, x, indices)
+            return whole
+        known = {
+            digest
+            for child in self.children().values()
+            if hasattr(child, "cidery_adaptation")
+            for digest in child.cidery_adaptation.deltas
+        }
+        cut = running.groups(x.shape[0]).cut(known)
+        outputs = []
+        for name, rows in cut.parts:
+            with running.only(name):
+                outputs.append(owner.__call__(self, x[rows], indices[rows]))
+        return mx.concatenate(outputs)[cut.back]
+
+    return type(f"Parting{cls.__name__}", (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+# Stands beside the input of an embedding that serves as the output projection.
+_AS_LINEAR = object()
+
+
+def _apply_of(module: Module) -> Callable[..., mx.array]:
+    if isinstance(module, _SWITCH):
+        return _apply_switch
+    return _apply_embedding if isinstance(module, _EMBEDDING) else _apply_linear
+
+
+def _apply_linear(module: Any, delta: Delta, y: mx.array, x: mx.array) -> mx.array:
+    z = (x @ delta.lora_a) @ delta.lora_b
+    if delta.factor is None:
+        return y + (delta.scale * z).astype(x.dtype)
+    plain = y - module.bias if "bias" in module else y
+    out = delta.factor.astype(x.dtype) * (plain + (delta.scale * z).astype(x.dtype))
+    return out + module.bias if "bias" in module else out
+
+
+def _apply_switch(
+    module: Any, delta: Delta, y: mx.array, x: mx.array, indices: mx.array, sorted_indices: bool = False
+) -> mx.array:
+    z = mx.gather_mm(x, delta.lora_a.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
+    z = mx.gather_mm(z, delta.lora_b.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
+    return y + (delta.scale * z).astype(x.dtype)
+
+
+def _apply_embedding(module: Any, delta: Delta, y: mx.array, x: mx.array, mode: object = None) -> mx.array:
+    if mode is _AS_LINEAR:
+        z = (x @ delta.lora_b.T) @ delta.lora_a.T
+        out = y + (delta.scale * z).astype(x.dtype)
+        return out if delta.factor is None else delta.factor * out
+    out = y + (delta.scale * (delta.lora_a[x] @ delta.lora_b)).astype(y.dtype)
+    if delta.m is None:
+        return out
+    return (delta.m[x] / mx.linalg.norm(out, axis=-1))[..., None] * out
+
+
+def _resolve(model: Module, path: str) -> tuple[Any, Any]:
+    """(the module that owns a layer, the layer). Raises AdapterRefused."""
+    # Of a model with vision, the text model alone is loaded; paths in adapters start from the outermost.
+    inner = path
+    owner, layer = _walk(model, inner)
+    while layer is None and inner.startswith("language_model."):
+        inner = inner.removeprefix("language_model.")
+        owner, layer = _walk(model, inner)
+    if isinstance(layer, SamplingHead):
+        layer = layer.project
+    if not isinstance(layer, Module):
+        raise AdapterRefused(f"the model, as it is run, has no layer {path}")
+    return owner, layer
+
+
+def _walk(model: Module, path: str) -> tuple[Any, Any]:
+    """What is at a path of names and indices, and the module around it; None where nothing is."""
+    owner: Any = None
+    node: Any = model
+    for name in path.split("."):
+        if isinstance(node, list):
+            node = node[int(name)] if name.isdigit() and int(name) < len(node) else None
+        else:
+            owner, node = node, node.get(name) if isinstance(node, Module) else None
+    return owner, node
+
+
+def _delta(path: str, owner: Any, module: Any, tensors: dict[str, mx.array], files: AdapterFiles) -> Delta:
+    """Shapes are mlx-lm's, by kind of layer. Raises AdapterRefused."""
+    rank, name = files.rank, type(module).__name__
+    if isinstance(module, _SWITCH):
+        if files.is_dora:
+            raise AdapterRefused(f"{path} is a {name}, for which there is no DoRA")
+        if not isinstance(owner, _SWITCH_OWNERS):
+            raise AdapterRefused(f"{path} is a {name} in a {type(owner).__name__}, which is not supported")
+        experts, outputs, inputs = module.num_experts, module.output_dims, module.input_dims
+        wanted: dict[str, tuple[int, ...]] = {"lora_a": (experts, rank, inputs), "lora_b": (experts, outputs, rank)}
+    elif isinstance(module, _LINEAR):
+        outputs, inputs = _dims(module)
+        wanted = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}
+    elif isinstance(module, _EMBEDDING):
+        if files.is_dora and isinstance(module, QuantizedEmbedding):
+            raise AdapterRefused(f"{path} is a {name}, for which there is no DoRA")
+        num_embeddings, dims = _dims(module)
+        wanted = {"lora_a": (num_embeddings, rank), "lora_b": (rank, dims), "m": (num_embeddings,)}
+    else:
+        raise AdapterRefused(f"{path} is a {name}; adapters are for linear, switch and embedding layers")
+    for leaf, tensor in tensors.items():
+        if tensor.shape != wanted[leaf]:
+            raise AdapterRefused(f"{path}.{leaf} has shape {tensor.shape}; with rank {rank} it must be {wanted[leaf]}")
+    lora_a, lora_b = tensors["lora_a"], tensors["lora_b"]
+    if not files.is_dora:
+        return Delta(lora_a, lora_b, files.scale)
+    weight = _weight(module)
+    if isinstance(module, _EMBEDDING):
+        adapted = weight + (files.scale * lora_a) @ lora_b
+    else:
+        adapted = weight + (files.scale * lora_b.T) @ lora_a.T
+    return Delta(lora_a, lora_b, files.scale, tensors["m"], tensors["m"] / mx.linalg.norm(adapted, axis=1))
+
+
+def _dims(module: Any) -> tuple[int, int]:
+    rows, columns = module.weight.shape
+    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+        columns = columns * 32 // module.bits
+    return rows, columns
+
+
+def _weight(module: Any) -> mx.array:
+    weight: mx.array = module.weight
+    if isinstance(module, QuantizedLinear):
+        weight = mx.dequantize(
+            weight,
+            module.scales,
+            module.get("biases"),
+            group_size=module.group_size,
+            bits=module.bits,
+            mode=module.mode,
+        )
+    return weight
