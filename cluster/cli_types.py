@@ -42,3 +42,16 @@ class TenantWeight(click.ParamType[tuple[str, float]]):
         if not is_given:
             self.fail(f"{value!r} is no weight; write a tenant's name and a number, such as research=2", param, ctx)
         return tenant, number
+
+
+class NamedFolder(click.ParamType[tuple[str, str]]):
+    """A name and a folder, such as pirate=./adapters/pirate."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """(name, folder); whether the folder is there is for others to check."""
+        name, separator, folder = str(value).partition("=")
+        if not (separator and name and folder):
+            self.fail(f"{value!r} is no NAME=DIR, such as pirate=./adapters/pirate", param, ctx)
+        return name, folder

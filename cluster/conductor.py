@@ -273,7 +273,8 @@ class Conductor:
         assert job.model.root is not None
         query = RouteQuery(
             request_id=job.request_id,
-            model=job.model.name,
+            model=job.model.run_by,
+            adapter=job.model.adapter,
             root_hash=job.model.root,
             block_hashes=_reusable(request, job.model.block_size),
             num_tokens=len(request.token_ids),
@@ -312,7 +313,8 @@ class Conductor:
             return
         self._request_log.write(
             at_s=time.time() - (time.monotonic() - job.arrived_s),
-            model=model.name,
+            model=model.run_by,
+            extras=first_extras("", model.adapter),
             root=model.root,
             block_size=model.block_size,
             prompt=job.prompt.token_ids,

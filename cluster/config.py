@@ -58,6 +58,8 @@ class KVConfig:
     retention: str = "value"
     # False: layers with a window keep everything, as full attention does.
     enable_hybrid: bool = True
+    # Kept free beside the KV cache, for adapters.
+    adapter_memory_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
         if self.block_size_tokens not in (16, 32):
@@ -66,6 +68,8 @@ class KVConfig:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if self.cache_memory_bytes is not None and self.cache_memory_bytes < 1:
             raise ValueError(f"cache_memory_bytes must be positive, got {self.cache_memory_bytes}")
+        if self.adapter_memory_bytes < 0:
+            raise ValueError(f"adapter_memory_bytes must be at least 0, got {self.adapter_memory_bytes}")
 
 
 @dataclass(frozen=True, slots=True)

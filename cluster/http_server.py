@@ -63,6 +63,9 @@ class HttpServer:
             ("POST", "/admin/resume", self.resume),
             ("POST", "/admin/cordon", self.cordon),
             ("GET", "/admin/placement", self.placement),
+            ("GET", "/admin/lora", self.adapters),
+            ("POST", "/admin/lora/load", self.load_adapter),
+            ("POST", "/admin/lora/unload", self.unload_adapter),
         )
         return Starlette(
             routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes],
@@ -182,6 +185,23 @@ class HttpServer:
     async def placement(self, request: Request) -> Response:
         """AdminService.GetPlacement."""
         return _json(await self._admin.GetPlacement(admin_pb2.GetPlacementRequest(), None))
+
+    async def adapters(self, request: Request) -> Response:
+        """AdminService.ListAdapters."""
+        return _json(await self._admin.ListAdapters(admin_pb2.ListAdaptersRequest(), None))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """AdminService.LoadAdapter of {"name": ..., "path": ..., "model": ...}."""
+        body = parse_body(await _read(request))
+        asked = admin_pb2.LoadAdapterRequest(
+            name=_text(body, "name"), path=_text(body, "path"), model=_text(body, "model", "")
+        )
+        return _json(await self._admin.LoadAdapter(asked, None))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """AdminService.UnloadAdapter of {"name": ...}."""
+        name = _text(parse_body(await _read(request)), "name")
+        return _json(await self._admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name), None))
 
     async def _answer(self, request: Request, common: OpenAIRequest, answer: Answer) -> Response:
         events = serve_answers(self._conductor, answer.job, common.num_answers)

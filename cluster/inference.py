@@ -119,7 +119,9 @@ class InferenceServicer:
     ) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
         models = [
-            inference_pb2.Model(id=model.name, max_model_len=model.max_model_len, num_macs=model.num_macs)
+            inference_pb2.Model(
+                id=model.name, max_model_len=model.max_model_len, num_macs=model.num_macs, parent=model.parent
+            )
             for model in self._models.all()
         ]
         return inference_pb2.ListModelsResponse(models=models)

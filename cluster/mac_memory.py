@@ -24,19 +24,20 @@ _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
-    """What is told, or the allowed share of the working set less weights and activations; may come out negative.
+    """What is told, or the allowed share of the working set less weights, adapters and activations; may be negative.
 
     Raises ValueError for a size that the machine does not have.
     """
     if config.cache_memory_bytes is not None:
-        room = described.memory_limit_bytes - described.weights_bytes
+        room = described.memory_limit_bytes - described.weights_bytes - config.adapter_memory_bytes
         if config.cache_memory_bytes > room:
             raise ValueError(
-                f"a KV cache of {config.cache_memory_bytes} bytes does not fit: beside the weights {room} are left"
+                f"a KV cache of {config.cache_memory_bytes} bytes does not fit: beside the weights, and "
+                f"{config.adapter_memory_bytes} bytes for adapters, {room} are left"
             )
         return config.cache_memory_bytes
     share = int(described.memory_limit_bytes * config.memory_utilization)
-    budget = share - described.weights_bytes - ACTIVATION_BYTES
+    budget = share - described.weights_bytes - config.adapter_memory_bytes - ACTIVATION_BYTES
     return budget if described.is_gpu else min(budget, CPU_KV_BYTES)
 
 

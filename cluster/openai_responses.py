@@ -43,6 +43,7 @@ def model_body(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "cidery",
+        "parent": model.parent or None,
         "max_model_len": model.max_model_len,
         "num_macs": model.num_macs,
     }

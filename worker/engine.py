@@ -90,9 +90,9 @@ class Engine:
 
     def load_adapter(self, message: pb.LoadAdapter) -> pb.AdapterLoaded:
         """Sequences may name it from now on, unless it was refused."""
-        loaded = pb.AdapterLoaded(digest=message.digest)
         if not message.digest or message.digest in self._adapters:
-            raise ProtocolError(f"adapter {message.digest!r} has no digest, or is loaded already")
+            raise ProtocolError(f"adapter to load has the digest {message.digest!r}, which is empty or loaded already")
+        loaded = pb.AdapterLoaded(digest=message.digest)
         try:
             loaded.num_bytes = self._adapters.load(message.digest, Path(message.folder))
         except AdapterRefused as error:
@@ -100,10 +100,7 @@ class Engine:
         return loaded
 
     def unload_adapter(self, message: pb.UnloadAdapter) -> None:
-        """Raises ProtocolError while a sequence has it."""
-        users = [sequence.seq_id for sequence in self._sequences.values() if sequence.adapter == message.digest]
-        if users or message.digest not in self._adapters:
-            raise ProtocolError(f"adapter {message.digest!r} is not loaded, or sequences have it: {users[:10]}")
+        """Sequences that have it may still be known, but can't run any more. No effect on one that was refused."""
         self._adapters.unload(message.digest)
 
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:
@@ -148,8 +145,6 @@ class Engine:
         what = f"sequence {message.seq_id}"
         if message.token_ids and max(message.token_ids) >= vocab_size:
             raise ProtocolError(f"{what}: token id {max(message.token_ids)} is not below the vocabulary's {vocab_size}")
-        if message.adapter and message.adapter not in self._adapters:
-            raise ProtocolError(f"{what}: adapter {message.adapter!r} is not loaded")
         blocks.check_tables(message.block_tables, what)
         assert self._tables is not None
         sequence = SequenceState(message, layout=self._tables, root=self._root, defaults=self._loaded.sampling_defaults)
@@ -172,6 +167,8 @@ class Engine:
             if sequence.has_ended:
                 skipped.append(piece.seq_id)
                 continue
+            if sequence.adapter and sequence.adapter not in self._adapters:
+                raise ProtocolError(f"sequence {piece.seq_id}: adapter {sequence.adapter!r} is not loaded")
             if piece.new_blocks:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)

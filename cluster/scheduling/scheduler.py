@@ -179,6 +179,15 @@ class Scheduler:
         """Requests not admitted yet, or preempted."""
         return len(self._waiting)
 
+    def adapter_of(self, request_id: str) -> str:
+        """Digest of the adapter of a live request; empty if it has none, or isn't live."""
+        live = self._live_by_id.get(request_id)
+        return live.request.adapter if live is not None else ""
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether any live request runs with it. O(requests)."""
+        return any(live.request.adapter == digest for live in self._live_by_id.values())
+
     def has_work(self) -> bool:
         """Whether any request is live."""
         return bool(self._live_by_id)
