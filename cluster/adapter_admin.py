@@ -105,10 +105,9 @@ class AdapterAdmin:
         found: dict[str, AdapterStatus | None] = {}
         for mac, state in macs.items():
             if state is not MacState.LOST:
-                mine = [
-                    each for each in view.by_mac.get(mac, ()) if (each.name, each.digest) == (spec.name, spec.digest)
-                ]
-                found[mac] = mine[0] if mine and view.versions.get(mac) == view.wanted.version else None
+                is_current = view.versions.get(mac) == view.wanted.version
+                statuses = view.by_mac.get(mac, ()) if is_current else ()
+                found[mac] = next((each for each in statuses if each.name == spec.name), None)
         return found
 
     async def _one(self, name: str) -> admin_pb2.Adapter:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
@@ -42,8 +43,7 @@ def list_(address: str, as_json: bool) -> None:
         stub = admin_pb2_grpc.AdminServiceStub(connected)
         answer = stub.ListAdapters(admin_pb2.ListAdaptersRequest(), timeout=_TIMEOUT_S)
     if as_json:
-        fields = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
-        click.echo(json.dumps(MessageToDict(answer, **fields)))
+        click.echo(_as_json(answer))
     else:
         _print(answer.adapters)
 
@@ -79,10 +79,15 @@ def unload(address: str, as_json: bool, name: str) -> None:
 
 def _tell(adapter: admin_pb2.Adapter, as_json: bool) -> None:
     if as_json:
-        fields = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
-        click.echo(json.dumps(MessageToDict(adapter, **fields)))
+        click.echo(_as_json(adapter))
     else:
         _print([adapter])
+
+
+def _as_json(message: Message) -> str:
+    return json.dumps(
+        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    )
 
 
 def _print(adapters: Sequence[admin_pb2.Adapter]) -> None:

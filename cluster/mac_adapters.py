@@ -124,13 +124,10 @@ class MacAdapters:
 
     def report(self) -> AdapterReport:
         """For the router: each name by itself, and contents that are leaving under their last name."""
-        statuses = [
-            AdapterStatus(
-                spec.name, spec.digest, self._adapters[spec.digest].state, self._adapters[spec.digest].problem
-            )
-            for spec in self._wanted.values()
-            if spec.digest in self._adapters
-        ]
+        statuses = []
+        for spec in self._wanted.values():
+            adapter = self._adapters[spec.digest]
+            statuses.append(AdapterStatus(spec.name, spec.digest, adapter.state, adapter.problem))
         statuses += [
             AdapterStatus(adapter.spec.name, digest, adapter.state)
             for digest, adapter in self._adapters.items()

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cluster.adapters import AdapterList, AdapterReport, AdapterSpec, AdapterView, FleetAdapters
@@ -63,7 +63,7 @@ class MacReport:
     steps: tuple[StepSample, ...]
     # Running and waiting there, by its own count.
     num_requests: int
-    adapters: AdapterReport = AdapterReport()
+    adapters: AdapterReport = field(default_factory=AdapterReport)
 
 
 @dataclass(frozen=True, slots=True)

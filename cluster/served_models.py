@@ -91,8 +91,14 @@ class ServedModels:
                 continue
             statuses = [each for mac in ready for each in view.by_mac.get(mac, ()) if each.name == spec.name]
             num_macs = len([each for each in statuses if each.state is AdapterState.READY])
-            named = {"name": spec.name, "adapter": spec.digest, "parent": spec.model, "created_s": spec.created_s}
-            adapters[spec.name] = replace(model, num_macs=num_macs, **named)
+            adapters[spec.name] = replace(
+                model,
+                name=spec.name,
+                adapter=spec.digest,
+                parent=spec.model,
+                created_s=spec.created_s,
+                num_macs=num_macs,
+            )
         self._adapters = adapters
 
     async def text_prompt(self, model: ServedModel, text: str) -> Prompt:
