@@ -75,11 +75,17 @@ class AdapterAdmin:
             )
             for spec in view.wanted.specs
         }
+        wanted = set(adapters)
         for mac in sorted(view.by_mac):
             for each in view.by_mac[mac]:
-                key = (each.name, each.digest)
+                key, state = (each.name, each.digest), each.state
+                if key not in wanted:
+                    if state not in (AdapterState.READY, AdapterState.LEAVING):
+                        continue
+                    # The Mac may not have heard of it yet.
+                    state = AdapterState.LEAVING
                 adapter = adapters.setdefault(key, admin_pb2.Adapter(name=each.name, digest=each.digest))
-                adapter.macs.add(mac=mac, state=_STATES[each.state], problem=each.problem)
+                adapter.macs.add(mac=mac, state=_STATES[state], problem=each.problem)
         return [adapters[key] for key in sorted(adapters)]
 
     async def _until_settled(self, spec: AdapterSpec) -> None:
