@@ -18,20 +18,22 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from worker import adapter_files
 from worker.adapter_files import AdapterFiles
 from worker.adapter_rows import BASE, StepAdapters
 from worker.attention import Step
-from worker.errors import AdapterRefused
+from worker.batch import Batch, Span
+from worker.errors import AdapterRefused, UnsupportedModelError
 from worker.models import SamplingHead
 
 _LINEAR = (Linear, QuantizedLinear)
 _SWITCH = (SwitchLinear, QuantizedSwitchLinear)
 _EMBEDDING = (Embedding, QuantizedEmbedding)
 # Modules that sort rows by expert before their switch layers see them, so rows are parted by adapter before that.
-_SWITCH_OWNERS = (SwitchGLU, SwitchMLP)
+_SORTING = (SwitchGLU, SwitchMLP)
 _MAX_TOLD = 5
 
 
@@ -77,52 +79,69 @@ class Adaptation:
         return mx.concatenate(outputs)[cut.back]
 
 
+class Parting:
+    """Of a module that mixes up rows: its layers that have adapters now."""
+
+    def __init__(self, step: Step, cls: type) -> None:
+        self.step = step
+        self.cls = cls
+        self.layers: list[Any] = []
+
+
 class Adapters:
     """All adapters of a loaded model. Owns what they change in it."""
 
     def __init__(self, model: Module, step: Step) -> None:
         self._model = model
         self._step = step
-        # Layers that each adapter changes.
-        self._layers: dict[str, list[Any]] = {}
-        # How many of its layers each sorting module has whose adapters are in.
-        self._owners: dict[int, tuple[Any, set[int]]] = {}
+        # Layers that each adapter changes, and the modules around them that mix up rows.
+        self._layers: dict[str, list[tuple[Any, Any]]] = {}
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._layers
 
     def load(self, digest: str, folder: Path) -> int:
         """Read an adapter and put it in; returns its bytes. Raises AdapterRefused, with nothing changed."""
-        files = adapter_files.read(folder)
-        found = self._fit(files)
-        mx.eval([delta.arrays for _, _, delta in found])
-        for owner, module, delta in found:
-            self._put(digest, owner, module, delta)
-        self._layers[digest] = [module for _, module, _ in found]
-        return sum(array.nbytes for _, _, delta in found for array in delta.arrays)
+        found = self._fit(adapter_files.read(folder))
+        mx.eval([each.delta.arrays for each in found])
+        self._layers[digest] = []
+        for each in found:
+            self._put(digest, each)
+        try:
+            self._try(digest)
+        except UnsupportedModelError as error:
+            self.unload(digest)
+            raise AdapterRefused(f"can't be run beside other adapters: {error}") from error
+        return sum(array.nbytes for each in found for array in each.delta.arrays)
 
     def unload(self, digest: str) -> None:
         """Take it out; its memory is free once nothing refers to the last step. No effect if it is not there."""
-        for module in self._layers.pop(digest, ()):
-            adaptation: Adaptation = module.cidery_adaptation
+        for layer, owner in self._layers.pop(digest, ()):
+            adaptation: Adaptation = layer.cidery_adaptation
             del adaptation.deltas[digest]
-            if not adaptation.deltas:
-                module.__class__ = adaptation.cls
-                del module.cidery_adaptation
-                self._release_owners(module)
+            if adaptation.deltas:
+                continue
+            layer.__class__ = adaptation.cls
+            del layer.cidery_adaptation
+            if owner is not None:
+                parting: Parting = owner.cidery_parting
+                parting.layers = [each for each in parting.layers if each is not layer]
+                if not parting.layers:
+                    owner.__class__ = parting.cls
+                    del owner.cidery_parting
 
     def clear(self) -> None:
         """Take all out."""
         for digest in list(self._layers):
             self.unload(digest)
 
-    def _fit(self, files: AdapterFiles) -> list[tuple[Any, Any, Delta]]:
-        """(module that owns the layer, the layer, its delta) for each layer of the adapter; all misfits are told."""
+    def _fit(self, files: AdapterFiles) -> list["_Found"]:
+        """Each layer of the adapter, and what it does to it; all misfits are told."""
         found, problems = [], []
         for path, tensors in files.tensors.items():
             try:
-                owner, module = _resolve(self._model, path)
-                found.append((owner, module, _delta(path, owner, module, tensors, files)))
+                layer, owner = _resolve(self._model, path)
+                found.append(_Found(layer, owner, _delta(path, layer, tensors, files)))
             except AdapterRefused as error:
                 problems.append(str(error))
         if problems:
@@ -130,27 +149,44 @@ class Adapters:
             raise AdapterRefused("; ".join(problems[:_MAX_TOLD]) + more)
         return found
 
-    def _put(self, digest: str, owner: Any, module: Any, delta: Delta) -> None:
-        if not hasattr(module, "cidery_adaptation"):
-            cls: type = type(module)
-            module.cidery_adaptation = Adaptation(self._step, cls, _apply_of(module))
-            module.__class__ = _adapted_class(cls)
-        module.cidery_adaptation.deltas[digest] = delta
-        if isinstance(module, _SWITCH):
-            _, layers = self._owners.setdefault(id(owner), (owner, set()))
-            if not layers:
-                sorting: type = type(owner)
-                owner.cidery_step = self._step
-                owner.__class__ = _parting_class(sorting)
-            layers.add(id(module))
+    def _put(self, digest: str, found: "_Found") -> None:
+        layer, owner = found.layer, found.owner
+        is_new = not hasattr(layer, "cidery_adaptation")
+        if is_new:
+            cls: type = type(layer)
+            layer.cidery_adaptation = Adaptation(self._step, cls, _apply_of(layer))
+            layer.__class__ = _adapted_class(cls)
+        layer.cidery_adaptation.deltas[digest] = found.delta
+        if owner is not None:
+            if not hasattr(owner, "cidery_parting"):
+                mixing: type = type(owner)
+                owner.cidery_parting = Parting(self._step, mixing)
+                owner.__class__ = _parting_class(mixing)
+            if is_new:
+                owner.cidery_parting.layers.append(layer)
+        self._layers[digest].append((layer, owner))
 
-    def _release_owners(self, module: Any) -> None:
-        for key, (owner, layers) in list(self._owners.items()):
-            layers.discard(id(module))
-            if not layers:
-                owner.__class__ = type(owner).__bases__[0]
-                del owner.cidery_step
-                del self._owners[key]
+    def _try(self, digest: str) -> None:
+        """Build the graph of a step of three rows, of which one has the adapter; nothing of it is evaluated.
+
+        Finds layers that see rows in an arrangement that is not known. Raises UnsupportedModelError.
+        """
+        names = (BASE, digest, BASE)
+        batch = Batch([Span([0], 0, [0], True, ([0],), adapter=name) for name in names], block_size=1)
+        self._step.adapters = StepAdapters.of(batch)
+        try:
+            self._model(batch.tokens, cache=make_prompt_cache(self._model))
+        finally:
+            self._step.adapters = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A layer, what is to be done to it, and the module around it that mixes up rows, if one does."""
+
+    layer: Any
+    owner: Any
+    delta: Delta
 
 
 @functools.cache
@@ -182,25 +218,20 @@ def _adapted_class(cls: type) -> type:
 
 @functools.cache
 def _parting_class(cls: type) -> type:
-    """A subclass of a module that sorts rows by expert: it runs each adapter's rows by themselves."""
+    """A subclass of a module that mixes up rows: it runs each adapter's rows by themselves."""
     owner: Any = cls
 
-    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-        running = self.cidery_step.adapters
+    def call(self: Any, x: mx.array, *others: mx.array) -> mx.array:
+        running = self.cidery_parting.step.adapters
         if running is None or running.groups(x.shape[0]).uniform is not None:
-            whole: mx.array = owner.__call__(self, x, indices)
+            whole: mx.array = owner.__call__(self, x, *others)
             return whole
-        known = {
-            digest
-            for child in self.children().values()
-            if hasattr(child, "cidery_adaptation")
-            for digest in child.cidery_adaptation.deltas
-        }
+        known = {digest for layer in self.cidery_parting.layers for digest in layer.cidery_adaptation.deltas}
         cut = running.groups(x.shape[0]).cut(known)
         outputs = []
         for name, rows in cut.parts:
             with running.only(name):
-                outputs.append(owner.__call__(self, x[rows], indices[rows]))
+                outputs.append(owner.__call__(self, x[rows], *(other[rows] for other in others)))
         return mx.concatenate(outputs)[cut.back]
 
     return type(f"Parting{cls.__name__}", (cls,), {"__call__": call, "__module__": cls.__module__})
@@ -245,40 +276,51 @@ def _apply_embedding(module: Any, delta: Delta, y: mx.array, x: mx.array, mode: 
 
 
 def _resolve(model: Module, path: str) -> tuple[Any, Any]:
-    """(the module that owns a layer, the layer). Raises AdapterRefused."""
+    """(a layer, the module around it that mixes up rows or None). Raises AdapterRefused."""
     # Of a model with vision, the text model alone is loaded; paths in adapters start from the outermost.
     inner = path
-    owner, layer = _walk(model, inner)
-    while layer is None and inner.startswith("language_model."):
+    nodes = _walk(model, inner)
+    while nodes is None and inner.startswith("language_model."):
         inner = inner.removeprefix("language_model.")
-        owner, layer = _walk(model, inner)
+        nodes = _walk(model, inner)
+    layer = nodes[-1] if nodes else None
     if isinstance(layer, SamplingHead):
         layer = layer.project
     if not isinstance(layer, Module):
         raise AdapterRefused(f"the model, as it is run, has no layer {path}")
-    return owner, layer
+    if isinstance(layer, _SWITCH):
+        assert nodes is not None
+        if not isinstance(nodes[-2], _SORTING):
+            kinds = f"{type(layer).__name__} in a {type(nodes[-2]).__name__}"
+            raise AdapterRefused(f"{path} is a {kinds}, which is not supported")
+        return layer, nodes[-2]
+    names = inner.split(".")
+    # A list of experts, each of which sees rows that were picked for it.
+    owner = nodes[names.index("experts")] if nodes and "experts" in names[:-1] else None
+    return layer, owner
 
 
-def _walk(model: Module, path: str) -> tuple[Any, Any]:
-    """What is at a path of names and indices, and the module around it; None where nothing is."""
-    owner: Any = None
-    node: Any = model
+def _walk(model: Module, path: str) -> list[Any] | None:
+    """What lies on a path of names and indices, the model first; None if it leads nowhere."""
+    nodes: list[Any] = [model]
     for name in path.split("."):
+        node = nodes[-1]
         if isinstance(node, list):
-            node = node[int(name)] if name.isdigit() and int(name) < len(node) else None
+            found = node[int(name)] if name.isdigit() and int(name) < len(node) else None
         else:
-            owner, node = node, node.get(name) if isinstance(node, Module) else None
-    return owner, node
+            found = node.get(name) if isinstance(node, Module) else None
+        if found is None:
+            return None
+        nodes.append(found)
+    return nodes
 
 
-def _delta(path: str, owner: Any, module: Any, tensors: dict[str, mx.array], files: AdapterFiles) -> Delta:
+def _delta(path: str, module: Any, tensors: dict[str, mx.array], files: AdapterFiles) -> Delta:
     """Shapes are mlx-lm's, by kind of layer. Raises AdapterRefused."""
     rank, name = files.rank, type(module).__name__
     if isinstance(module, _SWITCH):
         if files.is_dora:
             raise AdapterRefused(f"{path} is a {name}, for which there is no DoRA")
-        if not isinstance(owner, _SWITCH_OWNERS):
-            raise AdapterRefused(f"{path} is a {name} in a {type(owner).__name__}, which is not supported")
         experts, outputs, inputs = module.num_experts, module.output_dims, module.input_dims
         wanted: dict[str, tuple[int, ...]] = {"lora_a": (experts, rank, inputs), "lora_b": (experts, outputs, rank)}
     elif isinstance(module, _LINEAR):

@@ -53,5 +53,5 @@ def _drawn(path: str, array: mx.array) -> mx.array:
     """Large enough that an adapter that is missing or another's shows in the tokens."""
     leaf = path.rpartition(".")[2]
     if leaf in ("lora_a", "lora_b"):
-        return 0.3 * mx.random.normal(array.shape)
+        return 0.2 * mx.random.normal(array.shape)
     return array * mx.random.uniform(0.5, 1.5, array.shape) if leaf == "m" else array
