@@ -246,7 +246,7 @@ class Scheduler:
         """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
         for live in prefilling:
             # A chunk may have preempted a later one of these.
-            if live.is_running and budget > 0:
+            if live.is_running and budget > 0 and self._has_room(live, step):
                 budget -= self._plan_chunk(live, budget, step)
         return budget
 
@@ -254,11 +254,14 @@ class Scheduler:
         """The next chunk of one prompt; returns its tokens, 0 if there are no blocks for it in this step."""
         start, num_known = live.num_planned, len(live.token_ids)
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens)
+        if live.is_scoring:
+            num_tokens = min(num_tokens, self._config.max_scored_tokens - step.num_scored)
         if self._kv.has_states:
             num_tokens = tokens_until_stop(live, num_tokens, self._kv.layout.block_size)
         new_blocks = self._allocate(live, start + num_tokens, step)
         if new_blocks is None:
             return 0
+        step.num_scored += num_tokens if live.is_scoring else 0
         live.num_planned = start + num_tokens
         samples = live.num_planned == num_known
         live.num_ahead = num_known + samples
@@ -269,6 +272,10 @@ class Scheduler:
         elif self._keeps_on_the_way(live, start):
             step.checkpoint(live, start, PointKind.INTERVAL)
         return num_tokens
+
+    def _has_room(self, live: LiveRequest, step: StepBuilder) -> bool:
+        """Each row that is scored takes a vocabulary's worth of memory."""
+        return not live.is_scoring or step.num_scored < self._config.max_scored_tokens
 
     def _keeps_on_the_way(self, live: LiveRequest, start: int) -> bool:
         is_block_end = self._kv.has_states and start % self._kv.layout.block_size == 0
@@ -319,6 +326,9 @@ class Scheduler:
                 return
             if not self._is_settled(live):
                 return  # Preempted, and a plan in flight still brings a token of it.
+            if not self._has_room(live, step):
+                num_passed_over += 1
+                continue
             computed = self._look_up(live)
             # Whoever has to run its rows in any case gains nothing by waiting.
             if not live.runs_all and self._waits_for_sibling(live, computed, self._running):

@@ -139,3 +139,37 @@ def test_scores_that_nobody_asked_for_break_the_protocol():
     wrong = PromptLogprobs(1, 1, (0.0,), ((),))
     with pytest.raises(ProtocolError, match="got log-probabilities of tokens 1 to 1"):
         rig.scheduler.apply(replace(rig.results.popleft(), prompt_logprobs=(wrong,)))
+
+
+def test_rows_that_are_scored_are_bounded_in_a_step():
+    rig = Rig(40, max_scored_tokens=10, max_num_batched_tokens=30, max_plans_in_flight=1)
+    for name in "ab":
+        rig.add(request_of(name, tuple(range(20, 40)) if name == "a" else PROMPT, 0, reading=SCORED))
+    rig.add(request_of("c", tuple(range(50, 70)), 1))
+    assert rows(rig.schedule()) == [(0, 8, False), (0, 2, False), (0, 8, False)]
+    rig.apply()
+    assert rows(rig.schedule()) == [(8, 8, False), (2, 2, False), (8, 8, False)]
+    rig.apply()
+    rig.drain()
+
+
+def test_a_scored_prompt_waits_for_room_and_others_pass_it():
+    rig = Rig(40, max_scored_tokens=8, max_num_batched_tokens=30, max_plans_in_flight=1)
+    for name, first in (("a", 0), ("b", 20)):
+        rig.add(request_of(name, tuple(range(first, first + 20)), 0, reading=SCORED))
+    rig.add(request_of("c", tuple(range(50, 70)), 1))
+    assert rows(rig.schedule()) == [(0, 8, False), (0, 8, False)]
+    rig.apply()
+    rig.drain()
+
+
+def test_a_running_scored_prompt_sits_a_step_out_without_room():
+    rig = Rig(40, max_scored_tokens=9, max_num_batched_tokens=30, max_plans_in_flight=1)
+    for name, first in (("a", 0), ("b", 20)):
+        rig.add(request_of(name, tuple(range(first, first + 20)), 0, reading=SCORED))
+    assert rows(rig.schedule()) == [(0, 8, False), (0, 1, False)]
+    rig.apply()
+    rig.scheduler._config = replace(rig.config, max_scored_tokens=8)
+    assert rows(rig.schedule()) == [(8, 8, False)]
+    rig.apply()
+    rig.drain()

@@ -24,12 +24,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(5, 14),
         max_num_seqs=st.integers(1, 5),
         chunk=st.integers(1, 8),
+        scored=st.integers(1, 8),
         depth=st.integers(1, 3),
         caching=st.booleans() | st.just(True),
         specs=st.sampled_from(MODELS),
         pages=st.lists(st.sampled_from([10, 10, 20]), min_size=4, max_size=4),
     )
-    def begin(self, num_blocks, max_num_seqs, chunk, depth, caching, specs, pages):
+    def begin(self, num_blocks, max_num_seqs, chunk, scored, depth, caching, specs, pages):
         in_flight = depth * (max_num_seqs + 7)
         num_pages = num_blocks * len(specs) * 2
         self.rig = Rig(
@@ -38,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=24,
             max_num_seqs=max_num_seqs,
             max_chunk_tokens=chunk,
+            max_scored_tokens=scored,
             max_num_batched_tokens=max_num_seqs + 7,
             max_waiting=6,
             max_plans_in_flight=depth,
