@@ -19,10 +19,14 @@ BASE = ""
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Entries sorted by adapter: what to take for each (BASE first, if it has any), and how to put them back."""
+    """Entries sorted by adapter: `order` sorts them, `back` puts them back.
 
-    parts: tuple[tuple[str, mx.array], ...]
+    `parts` are (adapter, first, last) of the sorted entries, BASE first if it has any.
+    """
+
+    order: mx.array
     back: mx.array
+    parts: tuple[tuple[str, int, int], ...]
 
 
 class Groups:
@@ -47,11 +51,12 @@ class Groups:
         order = np.argsort(keys, kind="stable")
         ends = np.searchsorted(keys[order], np.arange(len(place) + 1))
         parts = [
-            (name, mx.array(order[ends[index] : ends[index + 1]].astype(np.int32)))
+            (name, int(ends[index]), int(ends[index + 1]))
             for name, index in place.items()
             if ends[index] < ends[index + 1]
         ]
-        return Cut(tuple(parts), mx.array(np.argsort(order, kind="stable").astype(np.int32)))
+        back = np.argsort(order, kind="stable")
+        return Cut(mx.array(order.astype(np.int32)), mx.array(back.astype(np.int32)), tuple(parts))
 
 
 class StepAdapters:

@@ -8,7 +8,6 @@ adapters costs such a layer one look at an attribute.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 from worker import adapter_files
 from worker.adapter_files import AdapterFiles
-from worker.adapter_rows import BASE, StepAdapters
+from worker.adapter_rows import BASE, Cut, StepAdapters
 from worker.attention import Step
 from worker.batch import Batch, Span
 from worker.errors import AdapterRefused, UnsupportedModelError
@@ -54,28 +53,44 @@ class Delta:
 
 
 class Adaptation:
-    """The adapters of one layer, by digest; `apply` is how its kind applies one."""
+    """The adapters of one layer, by digest."""
 
-    def __init__(self, step: Step, cls: type, apply: Callable[..., mx.array]) -> None:
+    def __init__(self, step: Step, cls: type, kind: "_Kind") -> None:
         self.step = step
         # What it was before, and will be again.
         self.cls = cls
-        self.apply = apply
+        self.kind = kind
         self.deltas: dict[str, Delta] = {}
 
-    def adapted(self, module: Module, running: StepAdapters, y: mx.array, x: mx.array, *args: Any) -> mx.array:
+    def adapted(self, layer: Module, running: StepAdapters, y: mx.array, x: mx.array, *args: Any) -> mx.array:
         """`y` is what the layer itself makes of `x`; both have the step's rows along axis 0."""
         groups = running.groups(x.shape[0])
         if groups.uniform is not None:
             delta = self.deltas.get(groups.uniform)
-            return y if delta is None else self.apply(module, delta, y, x, *args)
+            return y if delta is None else self.kind.apply(layer, delta, y, x, *args)
         cut = groups.cut(self.deltas)
         if len(cut.parts) == 1 and cut.parts[0][0] == BASE:
             return y
-        outputs = []
-        for name, rows in cut.parts:
-            some = y[rows]
-            outputs.append(some if name == BASE else self.apply(module, self.deltas[name], some, x[rows], *args))
+        sorted_x = x[cut.order]
+        if any(self.deltas[name].factor is not None for name, _, _ in cut.parts if name != BASE):
+            return self._each_applied(layer, cut, y[cut.order], sorted_x, *args)
+        # Fewer operations: what adapters add to the rows, put back and added at once.
+        added = [
+            mx.zeros((last - first, *y.shape[1:]), y.dtype)
+            if name == BASE
+            else self.kind.added(self.deltas[name], sorted_x[first:last], y.dtype, *args)
+            for name, first, last in cut.parts
+        ]
+        return y + mx.concatenate(added)[cut.back]
+
+    def _each_applied(self, layer: Module, cut: Cut, y: mx.array, x: mx.array, *args: Any) -> mx.array:
+        """Of rows that are sorted already."""
+        outputs = [
+            y[first:last]
+            if name == BASE
+            else self.kind.apply(layer, self.deltas[name], y[first:last], x[first:last], *args)
+            for name, first, last in cut.parts
+        ]
         return mx.concatenate(outputs)[cut.back]
 
 
@@ -154,7 +169,7 @@ class Adapters:
         is_new = not hasattr(layer, "cidery_adaptation")
         if is_new:
             cls: type = type(layer)
-            layer.cidery_adaptation = Adaptation(self._step, cls, _apply_of(layer))
+            layer.cidery_adaptation = Adaptation(self._step, cls, _kind_of(layer))
             layer.__class__ = _adapted_class(cls)
         layer.cidery_adaptation.deltas[digest] = found.delta
         if owner is not None:
@@ -228,10 +243,11 @@ def _parting_class(cls: type) -> type:
             return whole
         known = {digest for layer in self.cidery_parting.layers for digest in layer.cidery_adaptation.deltas}
         cut = running.groups(x.shape[0]).cut(known)
+        inputs = [each[cut.order] for each in (x, *others)]
         outputs = []
-        for name, rows in cut.parts:
+        for name, first, last in cut.parts:
             with running.only(name):
-                outputs.append(owner.__call__(self, x[rows], *(other[rows] for other in others)))
+                outputs.append(owner.__call__(self, *(each[first:last] for each in inputs)))
         return mx.concatenate(outputs)[cut.back]
 
     return type(f"Parting{cls.__name__}", (cls,), {"__call__": call, "__module__": cls.__module__})
@@ -241,38 +257,52 @@ def _parting_class(cls: type) -> type:
 _AS_LINEAR = object()
 
 
-def _apply_of(module: Module) -> Callable[..., mx.array]:
-    if isinstance(module, _SWITCH):
-        return _apply_switch
-    return _apply_embedding if isinstance(module, _EMBEDDING) else _apply_linear
+class _Kind:
+    """How an adapter changes a kind of layer: what it adds, and, of DoRA, how the sum is scaled."""
+
+    def apply(self, layer: Any, delta: Delta, y: mx.array, x: mx.array, *args: Any) -> mx.array:
+        """`y` changed by one adapter."""
+        out = y + self.added(delta, x, y.dtype, *args)
+        return out if delta.factor is None else self.scaled(layer, delta, out, x, *args)
+
+    def added(self, delta: Delta, x: mx.array, dtype: mx.Dtype, *args: Any) -> mx.array:
+        """Of a linear layer."""
+        return (delta.scale * ((x @ delta.lora_a) @ delta.lora_b)).astype(dtype)
+
+    def scaled(self, layer: Any, delta: Delta, out: mx.array, x: mx.array, *args: Any) -> mx.array:
+        """Of a linear layer: all but the bias."""
+        assert delta.factor is not None
+        factor = delta.factor.astype(out.dtype)
+        return factor * (out - layer.bias) + layer.bias if "bias" in layer else factor * out
 
 
-def _apply_linear(module: Any, delta: Delta, y: mx.array, x: mx.array) -> mx.array:
-    z = (x @ delta.lora_a) @ delta.lora_b
-    if delta.factor is None:
-        return y + (delta.scale * z).astype(x.dtype)
-    plain = y - module.bias if "bias" in module else y
-    out = delta.factor.astype(x.dtype) * (plain + (delta.scale * z).astype(x.dtype))
-    return out + module.bias if "bias" in module else out
+class _SwitchKind(_Kind):
+    def added(self, delta: Delta, x: mx.array, dtype: mx.Dtype, *args: Any) -> mx.array:
+        indices, *others = args
+        is_sorted = bool(others and others[0])
+        z = mx.gather_mm(x, delta.lora_a.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=is_sorted)
+        z = mx.gather_mm(z, delta.lora_b.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=is_sorted)
+        return (delta.scale * z).astype(dtype)
 
 
-def _apply_switch(
-    module: Any, delta: Delta, y: mx.array, x: mx.array, indices: mx.array, sorted_indices: bool = False
-) -> mx.array:
-    z = mx.gather_mm(x, delta.lora_a.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
-    z = mx.gather_mm(z, delta.lora_b.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
-    return y + (delta.scale * z).astype(x.dtype)
+class _EmbeddingKind(_Kind):
+    def added(self, delta: Delta, x: mx.array, dtype: mx.Dtype, *args: Any) -> mx.array:
+        as_linear = args == (_AS_LINEAR,)
+        z = x @ delta.lora_b.T @ delta.lora_a.T if as_linear else delta.lora_a[x] @ delta.lora_b
+        return (delta.scale * z).astype(dtype)
+
+    def scaled(self, layer: Any, delta: Delta, out: mx.array, x: mx.array, *args: Any) -> mx.array:
+        assert delta.m is not None
+        assert delta.factor is not None
+        if args == (_AS_LINEAR,):
+            return delta.factor * out
+        return (delta.m[x] / mx.linalg.norm(out, axis=-1))[..., None] * out
 
 
-def _apply_embedding(module: Any, delta: Delta, y: mx.array, x: mx.array, mode: object = None) -> mx.array:
-    if mode is _AS_LINEAR:
-        z = (x @ delta.lora_b.T) @ delta.lora_a.T
-        out = y + (delta.scale * z).astype(x.dtype)
-        return out if delta.factor is None else delta.factor * out
-    out = y + (delta.scale * (delta.lora_a[x] @ delta.lora_b)).astype(y.dtype)
-    if delta.m is None:
-        return out
-    return (delta.m[x] / mx.linalg.norm(out, axis=-1))[..., None] * out
+def _kind_of(layer: Module) -> _Kind:
+    if isinstance(layer, _SWITCH):
+        return _SwitchKind()
+    return _EmbeddingKind() if isinstance(layer, _EMBEDDING) else _Kind()
 
 
 def _resolve(model: Module, path: str) -> tuple[Any, Any]:

@@ -20,12 +20,13 @@ def test_a_cut_puts_every_entry_back_where_it_was(names, known):
     cut = groups.cut(known)
     assert groups.cut(known) is cut
     x = mx.arange(len(names))
-    for name, rows in cut.parts:
-        assert {names[int(row)] for row in np.array(rows)} <= ({name} if name else set(names) - known)
-    seen = [name for name, _ in cut.parts]
+    in_order = x[cut.order]
+    for name, first, last in cut.parts:
+        assert {names[int(at)] for at in np.array(in_order[first:last])} <= ({name} if name else set(names) - known)
+    seen = [name for name, _, _ in cut.parts]
     assert len(seen) == len(set(seen))
     assert set(seen) - {BASE} == set(names) & known
-    joined = mx.concatenate([x[rows] for _, rows in cut.parts])
+    joined = mx.concatenate([in_order[first:last] for _, first, last in cut.parts])
     assert np.array(joined[cut.back]).tolist() == list(range(len(names)))
 
 
