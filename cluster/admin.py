@@ -215,6 +215,8 @@ def _mac(status: MacStatus, manager: ManagerStatus | None) -> admin_pb2.Mac:
     if manager is not None:
         message.worker_memory_bytes = manager.worker_memory_bytes
         message.worker_pid = manager.worker_pid or 0
+        message.kernels = manager.kernels
+        message.kernel_failures.update(manager.kernel_failures)
         message.blocks.CopyFrom(
             admin_pb2.Blocks(
                 num_total=manager.num_blocks,

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cluster import ray_environment
 from cluster.cli_channel import DEFAULT_ADDRESS, channel
-from cluster.cli_types import Bytes, NamedFolder, TenantWeight
+from cluster.cli_types import Bytes, NamedFolder, TenantWeight, quantization_options
 from cluster.config import (
     BatchConfig,
     GatewayConfig,
@@ -80,6 +80,7 @@ main.add_command(lora)
     help="Share of the working set that weights, activations and KV cache may reach together.",
 )
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block: 16 or 32.")
+@quantization_options
 @click.option(
     "--kv-retention",
     type=click.Choice(sorted(POLICIES)),
@@ -149,6 +150,8 @@ def serve(**options: Any) -> None:
                 not options["no_prefix_caching"],
                 options["kv_retention"],
                 not options["disable_hybrid_kv_cache_manager"],
+                options["kv_bits"],
+                options["kv_group_size"],
                 options["lora_memory"],
             ),
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),

@@ -28,6 +28,9 @@ class _Fleet(Collector):
         yield _gauge("cidery_mac_waiting", "Requests waiting", waiting)
         preemptions = [((m.name,), m.scheduling.num_preemptions) for m in known]
         yield _counter("cidery_mac_preemptions", "Requests preempted for want of KV memory", preemptions)
+        failures = [((m.name, kernel), count) for m in known for kernel, count in sorted(m.kernel_failures.items())]
+        text = "Starts of a worker at which a Metal kernel failed its self-test, and plain MLX ran in its place"
+        yield _counter("cidery_mac_kernel_failures", text, failures, "kernel")
         groups = [((m.name, str(i), group.kind), group) for m in known for i, group in enumerate(m.kv_cache.groups)]
         labels = ("group", "kind")
         findable = [(names, group.findable_bytes) for names, group in groups]

@@ -7,7 +7,7 @@ read before an await and written after it.
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +89,8 @@ class MacEngine:
         self.max_model_len = 0
         self.epoch = 0
         self.num_worker_restarts = 0
+        # By kernel: starts of a worker at which its self-test turned it off.
+        self.kernel_failures: Counter[str] = Counter()
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.worker_memory_bytes = 0
@@ -180,7 +182,9 @@ class MacEngine:
         if self.scheduler is None or self.described is None:
             raise MacLost(f"{self.mac} has not finished starting")
         if message.root_hash != self.root:
-            raise InvalidRequest("root_hash", f"the gateway's model, tokenizer or block size differs from {self.mac}'s")
+            raise InvalidRequest(
+                "root_hash", f"the gateway's model, tokenizer, KV format or block size differs from {self.mac}'s"
+            )
         request = wire.request_from_open(message, self.described.eos_token_ids)
         if request.adapter:
             self.adapters.require(request.adapter)
@@ -207,10 +211,11 @@ class MacEngine:
 
     async def _run_worker(self) -> None:
         """From the start of one worker to its end."""
-        worker = await WorkerProcess.start(self._config.model, self._folder, self._log_path)
+        worker = await WorkerProcess.start(self._config, self._folder, self._log_path)
         self._worker = worker
         try:
             described = await worker.connect()
+            self.kernel_failures.update(described.failed_kernels)
             configure = self._prepare(described)
             worker.send(worker_pb2.ManagerMessage(configure=configure))
             answer = await worker.receive()

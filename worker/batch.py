@@ -21,6 +21,7 @@ from worker.group_rows import DecodeGroup as DecodeGroup
 from worker.group_rows import GroupRows, RowSpan, positions_of
 from worker.group_rows import PrefillSpan as PrefillSpan
 from worker.kv_shapes import FULL_REACH, Reach
+from worker.metal.state_rows import StateRows
 from worker.shared_prefix import SharedPrefix, find_shared_prefix
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Batch:
         self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._views: dict[tuple[int, Reach, bool], GroupRows] = {}
+        self._state_parts: dict[int, list[tuple[int, int, StateRows]]] = {}
         self.rows = self._whole_rows([span.block_table for span in self.spans])
         self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(self._positions())
         self.sampled_rows = self._sampled_rows()
@@ -147,6 +149,21 @@ class Batch:
         if key not in self._slots:
             self._slots[key] = tuple(self.spans[index].tables[group][0] for index in part.spans)
         return self._slots[key]
+
+    def state_parts(self, group: int) -> list[tuple[int, int, StateRows]]:
+        """Rows `[first, last)` for kernels over the states of a group: decode rows, then prefills of any lengths."""
+        if group not in self._state_parts:
+            cuts = [self.spans[: self.num_decodes], self.spans[self.num_decodes :]]
+            parts, first = [], 0
+            for spans in filter(None, cuts):
+                offsets = np.cumsum([0, *(len(span.token_ids) for span in spans)]).astype(np.int32)
+                slots = np.array([span.tables[group][0] for span in spans], np.int32)
+                is_fresh = np.array([span.start == 0 for span in spans])
+                last = first + int(offsets[-1])
+                parts.append((first, last, StateRows(offsets, slots, is_fresh)))
+                first = last
+            self._state_parts[group] = parts
+        return self._state_parts[group]
 
     def _make_view(self, group: int, reach: Reach, may_share: bool) -> GroupRows:
         tables = [span.tables[group] for span in self.spans]

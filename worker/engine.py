@@ -40,7 +40,8 @@ class Engine:
         self._memory_limit_bytes = memory_limit_bytes
         self._grammars = grammars
         self._step = Step(kernels)
-        self._caches = models.attach(loaded, self._step)
+        # What the model is given as its cache.
+        self.caches = models.attach(loaded, self._step)
         self._adapters = Adapters(loaded.model, self._step)
         self._tensors: KVTensors | None = None
         self._blocks: PlanBlocks | None = None
@@ -48,6 +49,8 @@ class Engine:
         self._root = BlockHash(b"")
         self._sequences: dict[int, SequenceState] = {}
         self._idle_since_s = time.perf_counter()
+        # What the largest step takes beside weights and pools; 0 until it is measured (`worker.dry_run`).
+        self.activation_bytes = 0
 
     def describe(self) -> pb.Description:
         """What the manager plans with."""
@@ -63,6 +66,8 @@ class Engine:
             kernels=self._kernels.name,
             pid=os.getpid(),
             is_gpu=mx.default_device() == mx.gpu,
+            activation_bytes=self.activation_bytes,
+            failed_kernels=self._kernels.failed,
         )
 
     def configure(self, message: pb.Configure) -> pb.Configured:
@@ -72,19 +77,30 @@ class Engine:
         groups = description.checked_groups(message, self._loaded.caches)
         self._root = BlockHash(message.root_hash)
         self._tensors = KVTensors(
-            self._loaded.caches, groups=groups, num_blocks=message.num_blocks, block_size=message.block_size
+            self._loaded.caches,
+            groups=groups,
+            num_blocks=message.num_blocks,
+            block_size=message.block_size,
+            writer=self._kernels.make_writer(),
         )
         self._blocks = PlanBlocks(self._tensors, self._sequences)
         self._tables = description.table_layout(self._loaded.caches, groups, message.block_size)
         self._idle_since_s = time.perf_counter()
         return pb.Configured(kv_bytes=self._tensors.total_bytes)
 
+    def commit_pools(self) -> None:
+        """Allocate every block of the pools now, not when it is first used."""
+        tensors = self._configured()
+        for group, of_group in enumerate(tensors.groups):
+            tensors.reserve(group, tensors.num_blocks[of_group.pool] - 1)
+        tensors.evaluate()
+
     def reset(self) -> None:
         """Drop all sequences and the pools, and give the memory back."""
         self._sequences.clear()
         self._tensors = self._blocks = self._tables = None
         self._step.end()
-        self._caches.forget()
+        self.caches.forget()
         self._adapters.clear()
         mx.clear_cache()
 
@@ -173,11 +189,12 @@ class Engine:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
             slices.append((sequence, sequence.span(piece)))
-        self._clear_open_blocks([span for _, span in slices], tensors)
+        if not self._kernels.reads_seen_slots_alone:
+            self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
 
     def _clear_open_blocks(self, spans: list[Span], tensors: KVTensors) -> None:
-        """Blocks that a step begins and does not fill: attention gathers them whole."""
+        """Blocks that a step begins and does not fill: plain MLX gathers them whole."""
         size = tensors.block_size
         opened = [span for span in spans if span.end % size and span.end // size * size >= span.start]
         for group in range(len(tensors.groups)):
@@ -254,17 +271,20 @@ class Engine:
     def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> mx.array | None:
         """The graph of one forward; its logits `[num_logits, vocab]`, if any row needs them."""
         self._step.begin(batch, tensors, is_dense=is_dense)
-        states = self._caches.states
-        if states:
+        in_place = self._step.updates_states_in_place
+        states = self.caches.states
+        if states and in_place:
+            # Of a step that was not in place.
+            tensors.settle_states()
+        elif states:
             mixers.begin_states(batch, tensors)
-        if batch.is_flat:
-            for state in states:
-                state.begin()
-        logits = self._loaded.model(batch.tokens, cache=self._caches.nested)
-        if batch.is_flat:
-            for state in states:
-                state.end()
-        self._caches.forget()
+        lays_in = states if batch.is_flat or in_place else []
+        for state in lays_in:
+            state.begin()
+        logits = self._loaded.model(batch.tokens, cache=self.caches.nested)
+        for state in lays_in:
+            state.end()
+        self.caches.forget()
         return models.sampled_logits(logits, batch) if batch.sampled_rows else None
 
     def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:

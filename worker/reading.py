@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from worker.sequences import SequenceState
 
 # Rows whose log-probabilities are taken at once: a vocabulary's worth of numbers for each, several times over.
-_SCORED_AT_ONCE = 64
+_SCORED_AT_ONCE = 32
 _NO_HIDDEN = "this model's last outputs can't be had: they don't pass through a projection that is known"
 
 

@@ -17,7 +17,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     max_chunk_tokens: int = 256
     # Of one step: rows whose logits are kept for the log-probabilities of prompts, a vocabulary's worth of memory each.
-    max_scored_tokens: int = 512
+    max_scored_tokens: int = 128
     # Waiting requests; running ones are not counted.
     max_waiting: int = 1024
     # 2: the next step is planned while one runs, so that the worker never waits for the scheduler.

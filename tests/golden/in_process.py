@@ -14,10 +14,11 @@ from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
-from worker import models
+from worker import kv_quantization, models
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
+from worker.models import LoadedModel
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -42,7 +43,7 @@ class InProcessMac:
 
     def __init__(
         self,
-        model: Module,
+        model: Module | LoadedModel,
         config: dict,
         *,
         kv_budget_bytes: int = 1 << 24,
@@ -53,9 +54,13 @@ class InProcessMac:
         max_model_len: int = MAX_MODEL_LEN,
         kernels: Kernels | None = None,
         grammars: GrammarTable | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int | None = None,
     ) -> None:
         kernels = kernels or twin_kernels()
-        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30, grammars=grammars)
+        loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
+        loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
+        self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars)
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),

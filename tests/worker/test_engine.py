@@ -40,7 +40,7 @@ def engine(model):
 
 def _pools(engine: Engine) -> list[mx.array]:
     """Keys and values of each layer; the engine holds them alone again when the list is gone."""
-    return list(engine._tensors._arrays._arrays.values())
+    return [array for _, array in sorted(engine._tensors._writer._arrays.items())]
 
 
 def _num_committed(engine: Engine) -> int:

@@ -148,7 +148,14 @@ class KVCache(_message.Message):
     def __init__(self, referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[KVPool, _Mapping]]] = ...) -> None: ...
 
 class Mac(_message.Message):
-    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "decode_step_s", "hot_tokens", "drift", "note", "kv_cache")
+    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "decode_step_s", "hot_tokens", "drift", "note", "kv_cache", "kernels", "kernel_failures")
+    class KernelFailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +172,8 @@ class Mac(_message.Message):
     DRIFT_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FAILURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: MacState
     model: str
@@ -181,7 +190,9 @@ class Mac(_message.Message):
     drift: Drift
     note: str
     kv_cache: KVCache
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., hot_tokens: _Optional[int] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., note: _Optional[str] = ..., kv_cache: _Optional[_Union[KVCache, _Mapping]] = ...) -> None: ...
+    kernels: str
+    kernel_failures: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., hot_tokens: _Optional[int] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., note: _Optional[str] = ..., kv_cache: _Optional[_Union[KVCache, _Mapping]] = ..., kernels: _Optional[str] = ..., kernel_failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()

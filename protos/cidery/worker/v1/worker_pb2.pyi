@@ -32,7 +32,7 @@ class StateTensor(_message.Message):
     def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype_bytes: _Optional[int] = ...) -> None: ...
 
 class Layer(_message.Message):
-    __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype", "value_head_dim", "num_window_tokens", "states")
+    __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype", "value_head_dim", "num_window_tokens", "states", "kv_bits", "kv_group_size")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,8 @@ class Layer(_message.Message):
     VALUE_HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     NUM_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    KV_BITS_FIELD_NUMBER: _ClassVar[int]
+    KV_GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     kind: LayerKind
     num_kv_heads: int
     head_dim: int
@@ -47,10 +49,12 @@ class Layer(_message.Message):
     value_head_dim: int
     num_window_tokens: int
     states: _containers.RepeatedCompositeFieldContainer[StateTensor]
-    def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., value_head_dim: _Optional[int] = ..., num_window_tokens: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ...) -> None: ...
+    kv_bits: int
+    kv_group_size: int
+    def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., value_head_dim: _Optional[int] = ..., num_window_tokens: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ..., kv_bits: _Optional[int] = ..., kv_group_size: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("layers", "vocab_size", "max_model_len", "eos_token_ids", "weights_bytes", "memory_limit_bytes", "device", "kernels", "pid", "is_gpu")
+    __slots__ = ("layers", "vocab_size", "max_model_len", "eos_token_ids", "weights_bytes", "memory_limit_bytes", "device", "kernels", "pid", "is_gpu", "activation_bytes", "failed_kernels")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +65,8 @@ class Description(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     IS_GPU_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_KERNELS_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     vocab_size: int
     max_model_len: int
@@ -71,7 +77,9 @@ class Description(_message.Message):
     kernels: str
     pid: int
     is_gpu: bool
-    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., pid: _Optional[int] = ..., is_gpu: _Optional[bool] = ...) -> None: ...
+    activation_bytes: int
+    failed_kernels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., pid: _Optional[int] = ..., is_gpu: _Optional[bool] = ..., activation_bytes: _Optional[int] = ..., failed_kernels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ManagerMessage(_message.Message):
     __slots__ = ("configure", "plan", "load_adapter", "unload_adapter")
