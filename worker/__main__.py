@@ -42,6 +42,12 @@ def _parse() -> WorkerConfig:
     mode.add_argument("--socket", dest="socket_path", help="serve the manager on this Unix socket")
     mode.add_argument("--prompt", help="answer this prompt and end; no cluster needed")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="type of weights and KV")
+    parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="quantise keys and values to so many bits")
+    parser.add_argument("--kv-group-size", type=int, choices=(32, 64), help="elements that share a scale")
+    parser.add_argument("--block-size", type=int, default=16, choices=(16, 32), help="tokens of a block of KV")
+    parser.add_argument("--max-num-seqs", type=int, help="sequences of the largest step, which is measured if given")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of the largest step")
+    parser.add_argument("--max-model-len", type=int, help="the longest context that will be asked for")
     parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
@@ -54,6 +60,7 @@ def _parse() -> WorkerConfig:
 
 
 def _serve(config: WorkerConfig) -> int:
+    from worker.dry_run import StepLimits, activation_bytes
     from worker.server import listen, serve
 
     if config.socket_path is None:
@@ -64,6 +71,11 @@ def _serve(config: WorkerConfig) -> int:
         threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()
     try:
         engine = _build_engine(config)
+        if config.max_num_seqs is not None and config.max_num_batched_tokens is not None:
+            limits = StepLimits(
+                config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
+            )
+            engine.activation_bytes = activation_bytes(engine, limits)
         # What is loaded stays: a collection that walks it all would stall a step.
         gc.collect()
         gc.freeze()
@@ -113,21 +125,28 @@ def _answer(config: WorkerConfig) -> int:
 
 
 def _build_engine(config: WorkerConfig) -> "Engine":
-    from worker import machine, models, trial
+    from worker import kv_quantization, machine, models, trial
     from worker.engine import Engine
     from worker.grammar import GrammarTable
-    from worker.metal.dispatch import choose_kernels
+    from worker.kernel_needs import needs_of
+    from worker.metal.dispatch import choose_kernels, has_metal, twin_kernels
     from worker.speculation import Speculation
 
     machine.prepare()
-    loaded = models.load(config.model, dtype=config.dtype)
+    memory_limit_bytes = machine.memory_limit_bytes()
+    plain = models.load(config.model, dtype=config.dtype)
+    if plain.unreviewed:
+        # Not quantised, as what it is held against.
+        trial.verify(Engine(plain, twin_kernels(), memory_limit_bytes=memory_limit_bytes), plain)
+    loaded = kv_quantization.quantise(plain, config.kv_bits, config.kv_group_size)
     grammars = None
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
-    engine = Engine(
+    kernels = choose_kernels(needs_of(loaded, config.block_size) if has_metal() else ())
+    return Engine(
         loaded,
-        choose_kernels(loaded.layers),
-        memory_limit_bytes=machine.memory_limit_bytes(),
+        kernels,
+        memory_limit_bytes=memory_limit_bytes,
         grammars=grammars,
         speculation=Speculation(
             max_drafts=config.num_speculative_tokens,
@@ -135,21 +154,20 @@ def _build_engine(config: WorkerConfig) -> "Engine":
             draft=_build_draft(config, loaded.vocab_size),
         ),
     )
-    if loaded.unreviewed:
-        trial.verify(engine, loaded)
-    return engine
 
 
 def _build_draft(config: WorkerConfig, vocab_size: int) -> "DraftModel | None":
     from worker import draft, machine, models
-    from worker.metal.dispatch import choose_kernels
+    from worker.kernel_needs import needs_of
+    from worker.metal.dispatch import choose_kernels, has_metal
 
     if config.draft_model is None:
         return None
     draft.check_tokens(models.download(config.model), models.download(config.draft_model))
     loaded = models.load(config.draft_model, dtype=config.dtype)
     kv_bytes = min(draft.MAX_KV_BYTES, machine.memory_limit_bytes() // draft.KV_SHARE)
-    return draft.DraftModel(loaded, choose_kernels(loaded.layers), vocab_size=vocab_size, kv_bytes=kv_bytes)
+    kernels = choose_kernels(needs_of(loaded, draft.BLOCK_SIZE) if has_metal() else ())
+    return draft.DraftModel(loaded, kernels, vocab_size=vocab_size, kv_bytes=kv_bytes)
 
 
 def _watch_stdin() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +21,11 @@ from worker.group_rows import DecodeGroup as DecodeGroup
 from worker.group_rows import GroupRows, RowSpan, positions_of
 from worker.group_rows import PrefillSpan as PrefillSpan
 from worker.kv_shapes import FULL_REACH, Reach
+from worker.metal.state_rows import StateRows
 from worker.shared_prefix import SharedPrefix, find_shared_prefix
+
+if TYPE_CHECKING:
+    from worker.reading import SequenceReading
 
 
 @dataclass(slots=True)
@@ -36,12 +41,22 @@ class Span:
     block_table: Sequence[int]
     samples: bool
     tables: Sequence[Sequence[int]] = ()
+    # What is wanted of its prompt, and of how many of its last rows the logits for that.
+    reading: "SequenceReading | None" = None
+    num_read: int = 0
+    # Digest of its adapter, empty for none.
+    adapter: str = ""
     num_drafts: int = 0
 
     @property
     def drafts(self) -> Sequence[int]:
         """The guesses."""
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    @property
+    def num_logits(self) -> int:
+        """Of its last rows, how many need logits."""
+        return max(self.num_read, 1 + self.num_drafts if self.samples else 0)
 
     @property
     def end(self) -> int:
@@ -94,13 +109,19 @@ class Batch:
         self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._views: dict[tuple[int, Reach, bool], GroupRows] = {}
+        self._state_parts: dict[int, list[tuple[int, int, StateRows]]] = {}
         self.rows = self._whole_rows([span.block_table for span in self.spans])
         self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(self._positions())
         self.sampled_rows = self._sampled_rows()
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether some tokens are guesses."""
+        return any(span.num_drafts for span in self.spans)
+
+    @property
     def samples_all(self) -> bool:
-        """Every row samples: no row has to be picked."""
+        """Every row's logits are needed: no row has to be picked."""
         return len(self.sampled_rows) == self.num_tokens
 
     @property
@@ -142,6 +163,21 @@ class Batch:
         if key not in self._slots:
             self._slots[key] = tuple(self.spans[index].tables[group][0] for index in part.spans)
         return self._slots[key]
+
+    def state_parts(self, group: int) -> list[tuple[int, int, StateRows]]:
+        """Rows `[first, last)` for kernels over the states of a group: decode rows, then prefills of any lengths."""
+        if group not in self._state_parts:
+            cuts = [self.spans[: self.num_decodes], self.spans[self.num_decodes :]]
+            parts, first = [], 0
+            for spans in filter(None, cuts):
+                offsets = np.cumsum([0, *(len(span.token_ids) for span in spans)]).astype(np.int32)
+                slots = np.array([span.tables[group][0] for span in spans], np.int32)
+                is_fresh = np.array([span.start == 0 for span in spans])
+                last = first + int(offsets[-1])
+                parts.append((first, last, StateRows(offsets, slots, is_fresh)))
+                first = last
+            self._state_parts[group] = parts
+        return self._state_parts[group]
 
     def _make_view(self, group: int, reach: Reach, may_share: bool) -> GroupRows:
         tables = [span.tables[group] for span in self.spans]
@@ -187,8 +223,7 @@ class Batch:
         end = 0
         for span in self.spans:
             end += len(span.token_ids)
-            if span.samples:
-                rows += range(end - 1 - span.num_drafts, end)
+            rows += range(end - span.num_logits, end)
         return rows
 
 

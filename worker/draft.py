@@ -25,7 +25,7 @@ from worker.models import Layout, LoadedModel
 # Memory of its KV, at most: of the machine one part in so many, and never more than this.
 KV_SHARE = 20
 MAX_KV_BYTES = 1 << 30
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 # Rows of one forward while sequences catch up: a step waits for it.
 _MAX_ROWS = 512
 _TIME_WEIGHT = 1 / 16
@@ -75,9 +75,15 @@ class DraftModel:
         self._caches = models.attach(loaded, self._step)
         token_bytes = sum(shape.token_bytes for shape in loaded.caches if isinstance(shape, LayerShape))
         # The null block and room for one guess of one block at the least.
-        num_blocks = max(3, kv_bytes // (token_bytes * _BLOCK_SIZE))
+        num_blocks = max(3, kv_bytes // (token_bytes * BLOCK_SIZE))
         group = CacheGroup(0, tuple(range(len(loaded.caches))))
-        self._tensors = KVTensors(loaded.caches, groups=[group], num_blocks=[num_blocks], block_size=_BLOCK_SIZE)
+        self._tensors = KVTensors(
+            loaded.caches,
+            groups=[group],
+            num_blocks=[num_blocks],
+            block_size=BLOCK_SIZE,
+            writer=kernels.make_writer(),
+        )
         self._num_blocks = num_blocks
         self._free: list[int] = []
         # Those that were served last come last.
@@ -144,7 +150,7 @@ class DraftModel:
 
     def _make_room(self, followed: _Followed, num_tokens: int, wanted: Mapping[int, Wanted]) -> bool:
         """Blocks for so many tokens, from those that nobody asks for if need be."""
-        num_missing = -(-num_tokens // _BLOCK_SIZE) - len(followed.blocks)
+        num_missing = -(-num_tokens // BLOCK_SIZE) - len(followed.blocks)
         while num_missing > len(self._free):
             other = next((seq_id for seq_id in self._followed if seq_id not in wanted), None)
             if other is None:
@@ -164,7 +170,7 @@ class DraftModel:
         """The likeliest token after each span that samples."""
         batch = Batch(
             list(spans.values()),
-            block_size=_BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
             decodes_together=self._kernels.takes_ragged_rows,
             allows_flat=self._loaded.layout is Layout.FLAT,
         )

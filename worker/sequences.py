@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.kv.hashing import HASH_BYTES, BlockHash, hash_block, salt_extras, split_hashes
+from cluster.kv.hashing import HASH_BYTES, BlockHash, first_extras, hash_block, split_hashes
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
 from worker.batch import Span
 from worker.drafting import Drafting
 from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
+from worker.reading import make_reading
 from worker.row_rules import RowRules
 from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
 
@@ -36,7 +37,8 @@ class SequenceState:
         self._layout = layout
         self._block_size = layout.block_size
         self._root = root
-        self._cache_salt: str = message.cache_salt
+        self.adapter: str = message.adapter
+        self._extras = first_extras(message.cache_salt, message.adapter)
         self._hashes = self._known_hashes(message.block_hashes)
         self._stop_token_ids = frozenset(message.stop_token_ids)
         if not self.token_ids:
@@ -48,11 +50,14 @@ class SequenceState:
         self.num_run: int | None = None
         # Tokens whose keys and values are there: all that ran but wrong drafts.
         self.num_certain = 0
+        self.reading = make_reading(message)
         self.append_blocks(message.block_tables)
 
     @property
     def failure(self) -> str:
         """Why no token can be drawn; empty as long as one can."""
+        if self.reading is not None and self.reading.failure:
+            return self.reading.failure
         return self.rules.failure if self.rules is not None else ""
 
     def append_blocks(self, groups: Iterable[GroupBlocks]) -> None:
@@ -113,7 +118,31 @@ class SequenceState:
         main = self._layout.main_group
         table = [] if main is None else self.block_tables[main]
         token_ids = [*self.token_ids[start:end], *drafts]
-        return Span(token_ids, start, table, piece.samples, self.block_tables, len(drafts))
+        if self.reading is None:
+            return Span(
+                token_ids,
+                start,
+                table,
+                piece.samples,
+                self.block_tables,
+                adapter=self.adapter,
+                num_drafts=len(drafts),
+            )
+        scored = self.reading.scored_positions(start, end)
+        if scored and scored.stop != end + 1 - piece.samples:
+            raise self._bad_slice(start, end, f"is scored up to position {scored.stop - 1}, not to its end")
+        return Span(
+            token_ids,
+            start,
+            table,
+            piece.samples and not self.reading.reads_only,
+            self.block_tables,
+            self.reading,
+            # The last row of a prompt predicts no token of it, but lies behind those that do.
+            len(scored) + piece.samples if scored else 0,
+            self.adapter,
+            len(drafts),
+        )
 
     def ran(self, span: Span, num_accepted: int = 0) -> bool:
         """The span has run, and so many of its drafts came true; False if that leaves the states behind.
@@ -140,7 +169,7 @@ class SequenceState:
         while len(self._hashes) <= index:
             at = len(self._hashes) * size
             parent = self._hashes[-1] if self._hashes else self._root
-            extras = salt_extras(self._cache_salt).get(len(self._hashes), ())
+            extras = self._extras.get(len(self._hashes), ())
             self._hashes.append(hash_block(parent, self.token_ids[at : at + size], extras))
         return self._hashes[index]
 

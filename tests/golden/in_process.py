@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 from mlx.nn.layers.base import Module
 
 from cluster import wire
-from cluster.kv.hashing import hash_blocks, root_hash
+from cluster.kv.hashing import first_extras, hash_blocks, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_format, layer_specs
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
-from cluster.scheduling.request import Finish, Request, SamplingParams, Speculation, TokenLogprobs
+from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, Speculation, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
-from worker import models
+from worker import kv_quantization, models
 from worker.draft import DraftModel
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
+from worker.models import LoadedModel
 from worker.speculation import Speculation as WorkerSpeculation
 
 BLOCK_SIZE = 16
@@ -60,6 +61,9 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
+    failure: str = ""
 
 
 class InProcessMac:
@@ -67,7 +71,7 @@ class InProcessMac:
 
     def __init__(
         self,
-        model: Module,
+        model: Module | LoadedModel,
         config: dict,
         *,
         kv_budget_bytes: int = 1 << 24,
@@ -83,10 +87,13 @@ class InProcessMac:
         answers_to_guess: Sequence[Sequence[int]] = (),
         draft_model: tuple[Module, dict] | None = None,
         draft_kv_bytes: int = 1 << 24,
+        kv_bits: int | None = None,
+        kv_group_size: int | None = None,
     ) -> None:
         """`answers_to_guess`: prompts with their answers, which are then guessed, wrongly now and then."""
         kernels = kernels or twin_kernels()
-        loaded = models.adapt(model, config)
+        loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
+        loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
         draft = None
         if draft_model is not None:
             draft = DraftModel(
@@ -133,7 +140,16 @@ class InProcessMac:
         self.engine.configure(wire.layout_to_proto(self.layout, self.root))
 
     def add(
-        self, request_id: str, prompt: list[int], max_tokens: int, *, generated=(), stop_token_ids=(), **sampling
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        generated=(),
+        stop_token_ids=(),
+        reading: Reading | None = None,
+        adapter: str = "",
+        **sampling,
     ) -> Answer:
         """`generated` is what another Mac made of it before."""
         tokens = (*prompt, *generated)
@@ -141,12 +157,14 @@ class InProcessMac:
             request_id=request_id,
             token_ids=tokens,
             num_prompt_tokens=len(prompt),
-            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE)),
+            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE, first_extras("", adapter))),
             max_tokens=max_tokens,
             sampling=SamplingParams(
                 **{"temperature": 0.0, "num_top_logprobs": 5, "speculation": self.speculation} | sampling
             ),
             stop_token_ids=tuple(stop_token_ids),
+            reading=reading,
+            adapter=adapter,
         )
         self.answers[request_id] = Answer(request)
         self.scheduler.add(request, self.now_s)
@@ -189,6 +207,9 @@ class InProcessMac:
             answer.num_cached_tokens = update.num_cached_tokens
             self.num_drafted += update.num_drafted_tokens
             self.num_accepted += update.num_accepted_tokens
+            answer.prompt_logprobs += update.prompt_logprobs
+            answer.embedding = update.embedding or answer.embedding
+            answer.failure = update.failure
         self.kv.take_events()
 
     def run(self) -> None:

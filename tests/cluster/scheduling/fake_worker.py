@@ -10,8 +10,17 @@ from zlib import crc32
 from cluster.kv.group_managers import make_manager
 from cluster.kv.hashing import hash_block, hash_blocks, join_hashes, root_hash, split_hashes
 from cluster.kv.layout import KVLayout
-from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, Speculated, StepPlan, StepResult
-from cluster.scheduling.request import Request, TokenLogprobs
+from cluster.scheduling.plan import (
+    FilledBlock,
+    NewSequence,
+    PromptLogprobs,
+    Sampled,
+    Slice,
+    Speculated,
+    StepPlan,
+    StepResult,
+)
+from cluster.scheduling.request import Pooling, Request, TokenLogprobs
 
 VOCAB_SIZE = 11
 
@@ -36,6 +45,17 @@ def undisturbed(request: Request, max_model_len: int) -> list[int]:
     return tokens[request.num_prompt_tokens :]
 
 
+def score(token_ids, position):
+    """The log-probability of a token of a prompt; depends on all before it."""
+    return -float(crc32(array("I", token_ids[: position + 1]).tobytes()) % 1000)
+
+
+def pooled(how, token_ids):
+    """The vector of a prompt."""
+    tokens = {Pooling.MEAN: token_ids, Pooling.LAST: token_ids[-1:], Pooling.CLS: token_ids[:1]}[how]
+    return tuple(map(float, tokens))
+
+
 class _Sequence:
     def __init__(self, new: NewSequence, block_size: int) -> None:
         assert len(new.block_hashes) // 16 <= len(new.token_ids) // block_size
@@ -46,6 +66,7 @@ class _Sequence:
         self.num_computed: int | None = None
         self.num_drafts = 0
         self.stopped = False
+        self.pooled: list[int] = []
 
 
 class Guesser:
@@ -104,6 +125,7 @@ class FakeWorker:
         filled: list[FilledBlock] = []
         skipped: list[int] = []
         speculated: list[Speculated] = []
+        scores: list[PromptLogprobs] = []
         assert len({s.seq_id for s in plan.slices}) == len(plan.slices), "one slice a sequence"
         for part in plan.slices:
             sequence = self.sequences[part.seq_id]
@@ -114,14 +136,26 @@ class FakeWorker:
             first = len(sampled)
             start, drafts = self._open(sequence, part)
             self._run_slice(sequence, part, start, drafts)
-            if part.samples:
+            if sequence.new.reading is not None:
+                scores += self._read(sequence, part)
+            if part.samples and sequence.new.reads_only:
+                sampled.append(self._finish_reading(sequence))
+            elif part.samples:
                 sampled += self._sample(sequence, part, start, drafts)
             filled += self._filled(sequence, start)
             if self.guesser is not None and part.samples:
                 self.num_drafts += len(drafts)
                 self.num_accepted += len(sampled) - first - 1
                 speculated.append(Speculated(part.seq_id, len(drafts), self.guesser.num_wanted()))
-        return StepResult(plan.step_id, tuple(sampled), tuple(filled), tuple(skipped), 0.01, 0.0, tuple(speculated))
+        return StepResult(
+            plan.step_id,
+            tuple(sampled),
+            tuple(filled),
+            tuple(skipped),
+            run_s=0.01,
+            speculated=tuple(speculated),
+            prompt_logprobs=tuple(scores),
+        )
 
     def _open(self, sequence: _Sequence, part: Slice) -> tuple[int, list[int]]:
         """Where the slice really begins, and what is guessed behind it."""
@@ -133,6 +167,31 @@ class FakeWorker:
             assert len(sequence.tokens) - 1 == part.start, "states need a plan that knows where it is"
             assert part.start // self.block_size == (part.start + part.max_drafts) // self.block_size
         return sequence.num_computed, self.guesser.guess(sequence.tokens, part.max_drafts, sequence.new.stop_token_ids)
+
+    def _read(self, sequence: _Sequence, part: Slice) -> list[PromptLogprobs]:
+        """Rows that ran are all that can be read of; whoever wants more has been given a cached prefix wrongly."""
+        reading, tokens = sequence.new.reading, sequence.tokens
+        assert reading is not None
+        end = part.start + part.num_tokens
+        if reading.pooling is Pooling.MEAN:
+            assert len(sequence.pooled) == part.start, "a row of the mean was skipped"
+            sequence.pooled += tokens[part.start : end]
+        elif reading.pooling is Pooling.CLS and part.start == 0:
+            sequence.pooled = tokens[:1]
+        elif reading.pooling is Pooling.LAST:
+            sequence.pooled = tokens[end - 1 : end]
+        if reading.num_top_logprobs is None:
+            return []
+        positions = range(max(part.start + 1, reading.first_scored), min(end + 1, sequence.new.num_prompt_tokens))
+        if not positions:
+            return []
+        logprobs = tuple(score(tokens, position) for position in positions)
+        return [PromptLogprobs(part.seq_id, positions.start, logprobs, ((),) * len(positions))]
+
+    def _finish_reading(self, sequence: _Sequence) -> Sampled:
+        sequence.stopped = True
+        embedding = tuple(map(float, sequence.pooled))
+        return Sampled(sequence.new.seq_id, 0, None, True, is_read=True, embedding=embedding)
 
     def _resize(self, plan: StepPlan) -> None:
         for resize in plan.resizes:
