@@ -61,8 +61,8 @@ def plan_kv(
             raise
         of = f"{config.memory_utilization:.0%} of {described.memory_limit_bytes} bytes"
         raise KVBudgetTooSmall(
-            f"{error}. The budget is what {_taken(described, config)} leave of {of}: a smaller max_num_batched_tokens or "
-            "max_num_seqs makes steps smaller"
+            f"{error}. The budget is what {_taken(described, config)} leave of {of}: a smaller "
+            "max_num_batched_tokens or max_num_seqs makes steps smaller"
         ) from error
 
 

@@ -1,5 +1,7 @@
 """Adapters in mixed batches: each request gets what mlx-lm generates with its adapter loaded, and no other."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from mlx import nn
@@ -12,6 +14,8 @@ from tests.golden.in_process import InProcessMac
 from tests.golden.scenario import LOGPROB_TOLERANCE, problems, prompts_of, reference
 from tests.worker.adapter_folders import write_adapter
 from tests.worker.families import VOCAB_SIZE
+from worker.metal import rope
+from worker.metal.dispatch import twin_kernels
 
 NEW_TOKENS = 10
 FOLDED = ("deepseek_v2", "minicpm3", "youtu_llm")
@@ -161,3 +165,19 @@ def test_prompts_read_through_an_adapter_are_like_mlx_lms_forward(tmp_path):
     told = [each.logprob for each in scored.prompt_logprobs]
     assert told == pytest.approx([float(logprobs[at, prompt[at + 1]]) for at in range(63)], abs=LOGPROB_TOLERANCE)
     assert pooled.embedding == pytest.approx(oracle.model(mx.array([prompt]))[0].mean(axis=0).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "lfm2", "nemotron_h", "llama tied"])
+def test_rows_keep_their_adapters_where_kernels_take_all_rows_at_once(case, tmp_path):
+    """As on a GPU, by the kernels' twins: states updated in their slots, queries and keys turned together."""
+    folders = {name: write_adapter(tmp_path / name, make_model(case), rank=len(name) + 2) for name in ("a", "bb")}
+    oracles = {"": make_model(case)} | {
+        name: load_adapters(make_model(case), str(folder)) for name, folder in folders.items()
+    }
+    for oracle in oracles.values():
+        oracle.eval()
+    kernels = replace(twin_kernels(), rope=rope.twin, updates_states_in_place=case != "llama tied")
+    mac = InProcessMac(make_model(case), config_of(case), kernels=kernels)
+    for name, folder in folders.items():
+        load(mac, name, folder)
+    check(mac, oracles, prompts_of(VOCAB_SIZE)[1:4])
