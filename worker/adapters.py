@@ -106,8 +106,10 @@ class Parting:
 class Adapters:
     """All adapters of a loaded model. Owns what they change in it."""
 
-    def __init__(self, model: Module, step: Step) -> None:
+    def __init__(self, model: Module, step: Step, *, mixes_rows: bool = True) -> None:
+        """`mixes_rows` false: no forward has rows of several sequences."""
         self._model = model
+        self._mixes_rows = mixes_rows
         self._step = step
         # Layers that each adapter changes, and the modules around them that mix up rows.
         self._layers: dict[str, list[tuple[Any, Any]]] = {}
@@ -186,6 +188,8 @@ class Adapters:
 
         Finds layers that see rows in an arrangement that is not known. Raises UnsupportedModelError.
         """
+        if not self._mixes_rows:
+            return
         names = (BASE, digest, BASE)
         batch = Batch([Span([0], 0, [0], True, ([0],), adapter=name) for name in names], block_size=1)
         self._step.adapters = StepAdapters.of(batch)
