@@ -226,9 +226,9 @@ class MacEngine:
             await self._load_adapters(worker)
             self._is_running = True
             log.info(
-                "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
-                *(self.mac, worker.pid, described.device, described.kernels),
-                *(answer.configured.kv_bytes, sum(configure.num_blocks)),
+                "worker ready mac=%s pid=%d device=%s kernels=%s kv=%s kv_bytes=%d num_blocks=%d activation_bytes=%d",
+                *(self.mac, worker.pid, described.device, described.kernels, kv_format(described)),
+                *(answer.configured.kv_bytes, sum(configure.num_blocks), described.activation_bytes),
             )
             self._on_change()
             self._pump()

@@ -8,9 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.golden import scenario
+from tests.golden.cases import config_of, make_model
 from tests.msl_host.host import MslHost, engine_on_host
 from tests.worker.metal.engine_kinds import KINDS, answers, load
-from worker import kernel_needs
+from worker import dry_run, kernel_needs
+from worker.engine import Engine
 from worker.metal import dispatch, self_test_cases
 from worker.metal.dispatch import twin_kernels
 from worker.metal.self_test_cases import FAMILIES
@@ -40,6 +43,18 @@ def test_engine_on_the_harness_gives_the_tokens_of_plain_mlx(kind):
         assert any(kernel.startswith(f"{name}_f32") for kernel in ran), f"{name} is not among {ran}"
 
 
+@pytest.mark.parametrize("kind", ["window", "latent", "delta net", "mamba-2"])
+def test_kernels_take_every_path_of_the_engine_as_mlx_lm_would(kind):
+    """Groups that share pools, cached prefixes, states kept on the way and copied, preemptions, under the scheduler."""
+    case, changes, _, _ = KINDS[kind]
+    config = config_of(case) | changes
+    kernels = dispatch.assemble(MslHost(), kernel_needs.needs_of(load(kind), 16), {family.name for family in FAMILIES})
+    checked = scenario.check(make_model(case, config=config), config, kernels=kernels)
+    assert not checked.problems
+    assert checked.max_logprob_error <= scenario.LOGPROB_TOLERANCE
+    assert checked.mac.num_copies > 0 or not checked.mac.kv.has_states
+
+
 def test_a_worker_starts_with_what_its_gpu_can_do(monkeypatch, caplog):
     """Self-test included; only the dispatch sees Metal."""
     monkeypatch.setattr(self_test_cases, "_CHAIN_STEPS", 4)
@@ -52,3 +67,12 @@ def test_a_worker_starts_with_what_its_gpu_can_do(monkeypatch, caplog):
     assert (kernels.failed, kernels.takes_ragged_rows) == ((), True)
     assert "kernels: metal paged_decode, paged_prefill, writes in place (tested in" in caplog.text
     assert not mx.metal.is_available()
+
+
+@pytest.mark.parametrize("kind", ["full", "delta net", "8 bits"])
+def test_the_dry_run_is_something_that_kernels_can_carry_out(kind):
+    """No two rows go to one slot, no two sequences have one state: on a GPU that would be a race."""
+    loaded = load(kind)
+    kernels = dispatch.assemble(MslHost(), kernel_needs.needs_of(loaded, 16), {family.name for family in FAMILIES})
+    limits = dry_run.StepLimits(max_num_seqs=3, max_num_batched_tokens=20, max_model_len=40)
+    assert dry_run.activation_bytes(Engine(loaded, kernels, memory_limit_bytes=1 << 30), limits) > 0

@@ -318,7 +318,7 @@ class ScatterWriter(PoolWriter):
 
     def _store_slots(self, pool: Pool, rows: mx.array, slots: Slots) -> None:
         # Two indices: a scatter with a third one for the heads takes MLX twice as long on a CPU.
-        heads, *slot_shape = pool.block_shape
+        heads, slot_shape = pool.block_shape[0], pool.block_shape[1:]
         index: tuple[Any, Any]
         if slots.only is None:
             index = slots.index(heads, slot_shape[0])
@@ -327,13 +327,13 @@ class ScatterWriter(PoolWriter):
             index = slice(block * heads, (block + 1) * heads), slice(offset, offset + 1)
             if rows.ndim == 3:
                 rows = rows.swapaxes(0, 1)
-        self._store(pool, tuple(slot_shape), index, rows)
+        self._store(pool, slot_shape, index, rows)
 
     def _store(
         self, pool: Pool, row_shape: tuple[int, ...], index: mx.array | tuple[Any, Any], values: mx.array
     ) -> None:
         """`array.reshape(-1, *row_shape)[index] = values`, in place."""
-        if any(name == pool.name for name, _ in self._tokens):
+        if self._tokens and any(name == pool.name for name, _ in self._tokens):
             raise PoolOrderError(f"pool {pool.name} is written after a kernel of this step updated it: commit first")
         kept_as = self._kept_as[pool.name]
         if kept_as == row_shape:
@@ -463,7 +463,7 @@ class _Join:
         self._by_dtype: dict[str, Any] = {}
 
     def __call__(self, token: mx.array, result: mx.array) -> mx.array:
-        tag = "i32" if result.dtype == mx.int32 else dtype_tag(result.dtype)
+        tag = dtype_tag(result.dtype)
         if tag not in self._by_dtype:
             self._by_dtype[tag] = self._metal_kernel(
                 name=f"cidery_join_{tag}",
