@@ -14,7 +14,7 @@ from cluster.cli_types import Bytes, quantization_options
 from cluster.config import bundled_model
 from cluster.kv.layout import KVGroup, KVLayout
 from cluster.kv.planner import KVBudgetTooSmall, describe, kind_name, min_match_tokens, plan_layout
-from cluster.kv.spec import ChunkedLocalSpec, LayerSpec, SharedKVSpec, SlidingWindowSpec
+from cluster.kv.spec import AttentionSpec, ChunkedLocalSpec, LayerSpec, SharedKVSpec, SlidingWindowSpec
 from cluster.model_kv import specs_from_config
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -81,6 +81,8 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     report = _report(layout, specs, str(_text(config).get("model_type", "")))
+    if options["kv_bits"] is not None:
+        report["reasons"].append(_quantised(specs))
     if options["disable_hybrid_kv_cache_manager"]:
         report["reasons"].append("Windows and chunks keep every token, as --disable-hybrid-kv-cache-manager asks.")
     if as_json:
@@ -150,6 +152,14 @@ def _report(layout: KVLayout, specs: Sequence[LayerSpec], model_type: str) -> di
         "min_match_tokens": min_match_tokens(layout),
         "reasons": describe(layout),
     }
+
+
+def _quantised(specs: Sequence[LayerSpec]) -> str:
+    formats = {spec.format for spec in specs if isinstance(spec, AttentionSpec)}
+    kinds = " and ".join(sorted(f"{kind.bits} bits in groups of {kind.group_size}" for kind in formats))
+    if not kinds:
+        return "Nothing is quantised: recurrent states never are."
+    return f"Keys and values are stored in {kinds}, a scale and a bias each; recurrent states never are."
 
 
 def _group(group: KVGroup, block_size: int) -> dict[str, Any]:

@@ -56,14 +56,23 @@ def main() -> None:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     table = Table(
-        "model", "bits", "group", "bytes/token", "perplexity", "KL", "same top", "dlogp p99", "prefill", "decode ms"
+        "model",
+        "bits",
+        "group",
+        "bytes/token",
+        "perplexity",
+        "KL",
+        "same top",
+        "dlogp p99",
+        "prefill tok/cpu s",
+        "decode cpu ms",
     )
     for row in rows:
         table.add_row(
             *(row["model"], str(row["bits"] or "-"), str(row["group_size"] or "-"), str(row["kv_bytes_per_token"])),
             *(f"{row['perplexity']:.4f}", f"{row['mean_kl']:.1e}", f"{row['same_top_token']:.2%}"),
-            *(f"{row['logprob_change_p99']:.3f}", f"{row['prefill_tokens_per_s']:.0f}"),
-            f"{row['decode_ms_at_512']:.1f}",
+            *(f"{row['logprob_change_p99']:.3f}", f"{row['prefill_tokens_per_cpu_s']:.0f}"),
+            f"{row['decode_cpu_ms_at_512']:.1f}",
         )
     Console(stderr=True, width=140).print(table)
 

@@ -121,8 +121,11 @@ def test_options_reach_the_plan():
     assert report(path, *USUAL, "--gpu-memory-utilization", 0.5)["budget_bytes"] == 12 * 2**30
     usual, quantised = (report(path, *USUAL, *bits)["groups"][0]["page_bytes"] for bits in ([], ["--kv-bits", 4]))
     assert quantised == usual * 4.5 / 16
-    smaller = report(path, *USUAL, "--kv-bits", 8, "--kv-group-size", 32)["groups"][0]["page_bytes"]
-    assert smaller == usual * 9 / 16
+    smaller = report(path, *USUAL, "--kv-bits", 8, "--kv-group-size", 32)
+    assert smaller["groups"][0]["page_bytes"] == usual * 9 / 16
+    assert "stored in 8 bits in groups of 32, a scale and a bias each" in smaller["reasons"][-1]
+    states = report(path_of("mamba2-2.7b"), *USUAL, "--max-model-len", 4096, "--kv-bits", 8)
+    assert states["reasons"][-1] == "Nothing is quantised: recurrent states never are."
     longer = report(path, *USUAL, "--max-num-batched-tokens", 2048)
     assert longer["bytes_per_sequence"] > report(path, *USUAL)["bytes_per_sequence"]
 

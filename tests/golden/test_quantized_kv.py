@@ -154,18 +154,32 @@ def test_prompts_cut_otherwise_and_sent_again_give_the_same_bits():
         np.testing.assert_allclose(tops, [[value for _, value in report.top] for report in answers[0].logprobs], 1e-5)
 
 
-@pytest.mark.parametrize("case", ["gemma3_text", "deepseek_v3"])
+def _crowded(kind, model, config):
+    """Eight requests at once where memory holds one and a half of the longest."""
+    layout = InProcessMac(model, config, kv_bits=8, max_model_len=128).layout
+    budget = int(1.5 * layout.bytes_for(128)) + layout.budget_bytes - layout.usable_bytes
+    mac = kind(model, config, kv_bits=8, max_model_len=128, kv_budget_bytes=budget)
+    rng = np.random.RandomState(2)
+    for number in range(8):
+        prompt = rng.randint(1, VOCAB_SIZE, (60, 33, 18, 5)[number % 4]).tolist()
+        mac.add(f"{number}", prompt, 60)
+    mac.run()
+    return mac
+
+
+@pytest.mark.parametrize("case", ["gemma3_text", "deepseek_v3", "qwen3_next"])
 def test_freed_blocks_full_of_nan_are_read_by_nobody(case):
-    """The same steps over pools whose blocks, scales and biases are poisoned once nobody has them: the same bits."""
+    """The same steps over pools whose blocks, scales and biases are poisoned once nobody has them: the same bits.
+
+    Blocks change hands, boundaries between pools move and requests are preempted.
+    """
     config = config_of(case) | _CHANGES[case]
     model = make_model(case, config=config)
-    prompts = scenario.prompts_of(VOCAB_SIZE)
-    runs = []
-    for kind in (InProcessMac, PoisonedMac):
-        mac = kind(model, config, kv_bits=8)
-        runs.append(scenario.run(mac, prompts, scenario.follow_ups(prompts, VOCAB_SIZE)).answers)
-    plain, poisoned = ([(each.tokens, each.logprobs) for path in run.values() for each in path] for run in runs)
+    macs = [_crowded(kind, model, config) for kind in (InProcessMac, PoisonedMac)]
+    plain, poisoned = ([(each.tokens, each.logprobs) for each in mac.answers.values()] for mac in macs)
     assert poisoned == plain
+    assert all(mac.scheduler.stats().num_preemptions > 0 for mac in macs)
+    assert all(mac.num_resizes > 0 or len(mac.layout.pools) == 1 for mac in macs)
 
 
 @pytest.mark.parametrize("case", ["gemma3_text", "llama4_text"])

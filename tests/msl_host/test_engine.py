@@ -12,7 +12,8 @@ from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
 from tests.msl_host.host import MslHost, engine_on_host
 from tests.worker.metal.engine_kinds import KINDS, answers, load
-from worker import kernel_needs
+from worker import dry_run, kernel_needs
+from worker.engine import Engine
 from worker.metal import dispatch, self_test_cases
 from worker.metal.dispatch import twin_kernels
 from worker.metal.self_test_cases import FAMILIES
@@ -66,3 +67,12 @@ def test_a_worker_starts_with_what_its_gpu_can_do(monkeypatch, caplog):
     assert (kernels.failed, kernels.takes_ragged_rows) == ((), True)
     assert "kernels: metal paged_decode, paged_prefill, writes in place (tested in" in caplog.text
     assert not mx.metal.is_available()
+
+
+@pytest.mark.parametrize("kind", ["full", "delta net", "8 bits"])
+def test_the_dry_run_is_something_that_kernels_can_carry_out(kind):
+    """No two rows go to one slot, no two sequences have one state: on a GPU that would be a race."""
+    loaded = load(kind)
+    kernels = dispatch.assemble(MslHost(), kernel_needs.needs_of(loaded, 16), {family.name for family in FAMILIES})
+    limits = dry_run.StepLimits(max_num_seqs=3, max_num_batched_tokens=20, max_model_len=40)
+    assert dry_run.activation_bytes(Engine(loaded, kernels, memory_limit_bytes=1 << 30), limits) > 0
