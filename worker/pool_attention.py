@@ -13,7 +13,7 @@ from worker.batch import Batch
 from worker.cascade import cascade_attention
 from worker.group_rows import GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
-from worker.metal import twins
+from worker.metal import prefill, twins
 from worker.metal.dispatch import Kernels
 from worker.metal.kv_pools import KVPool
 from worker.metal.prefill_rows import PrefillOptions
@@ -42,7 +42,7 @@ def attends_to_fresh_keys(call: LayerCall) -> bool:
     batch, rows = call.batch, call.rows
     if not (batch.is_flat and rows.prefills and call.is_plain and batch.spans[0].start == 0):
         return False
-    if call.shape.quantization is not None and call.kernels.prefill is not None:
+    if call.kernels.prefill is not None and (call.shape.quantization or not prefill.is_fused(call.shape.head_dim)):
         # What kernels write need not be what MLX rounds to, bit for bit.
         return False
     return isinstance(rows.prefills[0].mask, str)
