@@ -97,13 +97,17 @@ class KVTensors:
         """
         shape = self._layer(cache)
         slots = batch.view(self.group_of[cache], shape.reach).slots
-        new = [mx.concatenate([keys, values], axis=-1)] if shape.is_latent else [keys, values]
-        rows = new[: len(shape.vector_widths)]
-        if batch.num_tokens > 1:
-            size = (batch.num_tokens, shape.num_kv_heads, -1)
-            rows = [(row.swapaxes(1, 2) if batch.is_flat else row).reshape(size) for row in rows]
-        # Some models' values are of another type than their keys.
-        rows = [row if row.dtype == shape.dtype else row.astype(shape.dtype) for row in rows]
+        if shape.is_latent:
+            rows = [mx.concatenate([keys, values], axis=-1)]
+        else:
+            rows = [keys, values] if shape.value_head_dim else [keys]
+        for number, row in enumerate(rows):
+            if batch.num_tokens > 1:
+                row = row.swapaxes(1, 2) if batch.is_flat else row
+                rows[number] = row = row.reshape(batch.num_tokens, shape.num_kv_heads, -1)
+            if row.dtype != shape.dtype:
+                # Some models' values are of another type than their keys.
+                rows[number] = row.astype(shape.dtype)
         pools = self._arrays.pools[cache]
         stored = shape.quantization
         if stored is None:
