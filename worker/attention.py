@@ -96,6 +96,12 @@ class Turning:
     x: mx.array
     turned: mx.array | None = None
 
+    def array(self) -> mx.array:
+        """The queries. Raises UnsupportedModelError if no keys came."""
+        if self.turned is None:
+            raise UnsupportedModelError("a layer attends with queries whose keys were not turned")
+        return self.turned
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryHandle:
@@ -252,9 +258,7 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """mlx-lm's helper of this name, which also takes handles. Raises UnsupportedModelError for a mask over handles."""
     if isinstance(queries, Turning):
-        if queries.turned is None:
-            raise UnsupportedModelError("a layer attends with queries whose keys were not turned")
-        queries = queries.turned
+        queries = queries.array()
     if not (isinstance(keys, Handle) and isinstance(values, Handle)):
         return _mlx_attention(queries, keys, values, cache, scale, mask, sinks=sinks)
     paged = keys.cache
@@ -265,7 +269,7 @@ def scaled_dot_product_attention(
     return paged.attend(queries, keys, values, scale, PLAIN if sinks is None else Extras(sinks=sinks))
 
 
-def _fast_dispatcher(q: "mx.array | Turning", k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
+def _fast_dispatcher(q: Any, k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
     """MLX's own function, for models that call it past mlx-lm's helper."""
     if isinstance(k, Handle):
         return scaled_dot_product_attention(q, k, v, None, scale, others.get("mask"), others.get("sinks"))

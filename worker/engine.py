@@ -72,6 +72,11 @@ class Engine:
         if self._tensors is not None:
             raise ProtocolError("Configure came twice; it is the first message of a stream and comes once")
         groups = description.checked_groups(message, self._loaded.caches)
+        if self._kernels.block_size not in (0, message.block_size):
+            raise ProtocolError(
+                f"block_size is {message.block_size}; the kernels were tested for {self._kernels.block_size}: start "
+                f"the worker with --block-size {message.block_size}"
+            )
         self._root = BlockHash(message.root_hash)
         self._tensors = KVTensors(
             self._loaded.caches,

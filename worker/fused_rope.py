@@ -66,7 +66,7 @@ class FusedRope:
 
 def install(step: Step, turn: Turn) -> None:
     """Put a fused RoPE for `step` where models look `mx.fast.rope` up."""
-    below = mx.fast.rope
+    below: Any = mx.fast.rope
     while isinstance(below, FusedRope):
         below = below.below
     mx.fast.rope = FusedRope(step, turn, below)  # type: ignore[assignment]

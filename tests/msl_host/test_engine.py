@@ -8,6 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.golden import scenario
+from tests.golden.cases import config_of, make_model
 from tests.msl_host.host import MslHost, engine_on_host
 from tests.worker.metal.engine_kinds import KINDS, answers, load
 from worker import dry_run, kernel_needs
@@ -39,6 +41,18 @@ def test_engine_on_the_harness_gives_the_tokens_of_plain_mlx(kind):
     ran = {record.kernel.removeprefix("cidery_") for record in host.records}
     for name in KINDS[kind][3]:
         assert any(kernel.startswith(f"{name}_f32") for kernel in ran), f"{name} is not among {ran}"
+
+
+@pytest.mark.parametrize("kind", ["window", "latent", "delta net", "mamba-2"])
+def test_kernels_take_every_path_of_the_engine_as_mlx_lm_would(kind):
+    """Groups that share pools, cached prefixes, states kept on the way and copied, preemptions, under the scheduler."""
+    case, changes, _, _ = KINDS[kind]
+    config = config_of(case) | changes
+    kernels = dispatch.assemble(MslHost(), kernel_needs.needs_of(load(kind), 16), {family.name for family in FAMILIES})
+    checked = scenario.check(make_model(case, config=config), config, kernels=kernels)
+    assert not checked.problems
+    assert checked.max_logprob_error <= scenario.LOGPROB_TOLERANCE
+    assert checked.mac.num_copies > 0 or not checked.mac.kv.has_states
 
 
 def test_a_worker_starts_with_what_its_gpu_can_do(monkeypatch, caplog):

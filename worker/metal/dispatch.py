@@ -44,6 +44,8 @@ class Kernels:
     reads_seen_slots_alone: bool = False
     updates_states_in_place: bool = False
     make_writer: Callable[[], PoolWriter] = ScatterWriter
+    # Tokens of the blocks that they were tested for; 0: any.
+    block_size: int = 0
     failed: tuple[str, ...] = ()
 
 
@@ -124,6 +126,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
         reads_seen_slots_alone=reads_seen,
         updates_states_in_place=updates_states,
         make_writer=(lambda: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
+        block_size=next((need.block_size for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))), 0),
         failed=tuple(failed),
     )
 

@@ -463,7 +463,7 @@ class _Join:
         self._by_dtype: dict[str, Any] = {}
 
     def __call__(self, token: mx.array, result: mx.array) -> mx.array:
-        tag = "i32" if result.dtype == mx.int32 else dtype_tag(result.dtype)
+        tag = dtype_tag(result.dtype)
         if tag not in self._by_dtype:
             self._by_dtype[tag] = self._metal_kernel(
                 name=f"cidery_join_{tag}",
