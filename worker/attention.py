@@ -72,7 +72,7 @@ class Step:
         self._batch = self._tensors = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Handle:
     """Stands for all keys, or all values, of one layer for the whole step.
 

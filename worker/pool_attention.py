@@ -20,7 +20,8 @@ from worker.metal.prefill_rows import PrefillOptions
 from worker.odd_attention import PLAIN, Extras
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that would make it take three times as long, once a layer.
+@dataclass(slots=True)
 class LayerCall:
     """One layer's attention in one step. `scale` is that of the scores."""
 
