@@ -1,20 +1,19 @@
-"""The command line: `cidery serve | chat | generate | status | kv | models | simulate`."""
+"""The command line: `cidery serve | chat | generate | status | kv | lora | models | simulate`."""
 
 import json
 import logging
-import signal
 import subprocess
 import sys
 from typing import Any
 
 import click
-import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
 from cluster import ray_environment
-from cluster.cli_types import Bytes, TenantWeight, quantization_options
+from cluster.cli_channel import DEFAULT_ADDRESS, channel
+from cluster.cli_types import Bytes, NamedFolder, TenantWeight, quantization_options
 from cluster.config import (
     BatchConfig,
     GatewayConfig,
@@ -27,13 +26,13 @@ from cluster.config import (
 from cluster.errors import CideryError
 from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
+from cluster.lora_cli import lora
 from cluster.models_cli import models
 from cluster.routing.config import POLICIES as ROUTING_POLICIES
 from cluster.routing.config import RoutingConfig
 from cluster.simulate import simulate
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 # What the wire can carry; the gateway says what it allows.
 _INT32 = click.IntRange(-(2**31), 2**31 - 1)
 
@@ -51,12 +50,14 @@ def main() -> None:
     cidery kv plan ./Qwen3-8B         how its KV memory would be cut
     cidery simulate trace.jsonl       what a fleet would do with these requests
     cidery models supported           which model families run, and how
+    cidery lora load pirate ./pirate  an adapter beside the model
     """
 
 
 main.add_command(kv)
 main.add_command(simulate)
 main.add_command(models)
+main.add_command(lora)
 
 
 @main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")
@@ -106,6 +107,17 @@ main.add_command(models)
     show_default=True,
     help="How a Mac is chosen; all but the first are there to be compared with.",
 )
+@click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    type=NamedFolder(),
+    metavar="NAME=DIR",
+    help="An adapter in mlx-lm's format, served as model NAME; DIR must be there on every Mac. May be repeated.",
+)
+@click.option(
+    "--lora-memory", default="256MiB", show_default=True, type=Bytes(), help="What adapters of one Mac may take."
+)
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
 @click.option(
@@ -140,6 +152,7 @@ def serve(**options: Any) -> None:
                 not options["disable_hybrid_kv_cache_manager"],
                 options["kv_bits"],
                 options["kv_group_size"],
+                options["lora_memory"],
             ),
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         )
@@ -152,7 +165,7 @@ def serve(**options: Any) -> None:
         )
         routing = RoutingConfig(policy=options["routing_policy"])
         fleet = FleetConfig(mac, options["address"], options["macs"], routing)
-        config = ServeConfig(fleet, gateway, options["prints_json"])
+        config = ServeConfig(fleet, gateway, options["adapters"], options["prints_json"])
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
@@ -174,8 +187,8 @@ def chat(
     """Talk to the model: one MESSAGE, or a conversation line by line until an empty one or Ctrl-D."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens)
     history = [inference_pb2.ChatMessage(role="system", content=system)] if system else []
-    with _channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    with channel(address) as connected:
+        stub = inference_pb2_grpc.InferenceServiceStub(connected)
         if message is not None:
             _turn(stub, model, history, message, sampling)
             return
@@ -206,8 +219,8 @@ def generate(
     """Continue PROMPT as plain text."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     request = inference_pb2.GenerateRequest(model=model, text=prompt, sampling=sampling)
-    with _channel(address) as channel:
-        responses = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+    with channel(address) as connected:
+        responses = inference_pb2_grpc.InferenceServiceStub(connected).Generate(request)
         text, token_ids, completion = [], [], {}
         for response in responses:
             if response.HasField("completion"):
@@ -225,8 +238,8 @@ def generate(
 @click.option("--json", "as_json", is_flag=True, help="The admin API's answer.")
 def status(address: str, as_json: bool) -> None:
     """Show every Mac: state, requests, KV blocks, cache hits."""
-    with _channel(address) as channel:
-        fleet = admin_pb2_grpc.AdminServiceStub(channel).GetFleet(admin_pb2.GetFleetRequest(), timeout=10)
+    with channel(address) as connected:
+        fleet = admin_pb2_grpc.AdminServiceStub(connected).GetFleet(admin_pb2.GetFleetRequest(), timeout=10)
     if as_json:
         click.echo(
             json.dumps(
@@ -296,23 +309,3 @@ def _turn(
             click.echo(response.chunk.text, nl=False)
     click.echo()
     history.append(inference_pb2.ChatMessage(role="assistant", content="".join(answer)))
-
-
-class _channel:  # noqa: N801 - reads as a function
-    """An open channel; a call that fails ends the command with the gateway's own words."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._channel = grpc.insecure_channel(address)
-
-    def __enter__(self) -> grpc.Channel:
-        # Ctrl-C must end a running call, not wait for it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return self._channel
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._channel.close()
-        if isinstance(error, grpc.RpcError):
-            hint = f" (is `cidery serve` running at {self._address}?)"
-            code = error.code()
-            raise click.ClickException(f"{error.details()}{hint if code is grpc.StatusCode.UNAVAILABLE else ''}")

@@ -47,6 +47,19 @@ class TenantWeight(click.ParamType[tuple[str, float]]):
         return tenant, number
 
 
+class NamedFolder(click.ParamType[tuple[str, str]]):
+    """A name and a folder, such as pirate=./adapters/pirate."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """(name, folder); whether the folder is there is for others to check."""
+        name, separator, folder = str(value).partition("=")
+        if not (separator and name and folder):
+            self.fail(f"{value!r} is no NAME=DIR, such as pirate=./adapters/pirate", param, ctx)
+        return name, folder
+
+
 def quantization_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """How keys and values are stored: parameters `kv_bits` and `kv_group_size`, named as mlx-lm names them."""
     bits, sizes = (" or ".join(map(str, known)) for known in (KV_BITS, KV_GROUP_SIZES))

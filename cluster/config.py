@@ -75,6 +75,8 @@ class KVConfig:
     kv_bits: int | None = None
     # None: the largest that the model's heads allow.
     kv_group_size: int | None = None
+    # Kept free beside the KV cache, for adapters.
+    adapter_memory_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
         check_quantization(self.kv_bits, self.kv_group_size)
@@ -84,6 +86,8 @@ class KVConfig:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if self.cache_memory_bytes is not None and self.cache_memory_bytes < 1:
             raise ValueError(f"cache_memory_bytes must be positive, got {self.cache_memory_bytes}")
+        if self.adapter_memory_bytes < 0:
+            raise ValueError(f"adapter_memory_bytes must be at least 0, got {self.adapter_memory_bytes}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,19 @@ class Gateway:
     async def refresh(self) -> bool:
         """Asks the router once; True when a Mac is ready for every model."""
         await self._models.refresh()
-        is_ready = all(model.num_macs for model in self._models.all()) and bool(self._models.all())
+        models = [model for model in self._models.all() if not model.parent]
+        is_ready = all(model.num_macs for model in models) and bool(models)
         state = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", _INFERENCE.full_name, _ADMIN.full_name):
             await self._health.set(service, state)
         return is_ready
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """On every Mac. Raises StartupFailed if it can't be."""
+        try:
+            await self._admin.LoadAdapter(admin_pb2.LoadAdapterRequest(name=name, path=path), None)
+        except CideryError as error:
+            raise StartupFailed(f"--lora {name}={path}: {error}") from error
 
     async def broken(self) -> None:
         """Returns when the gateway can't go on: one of its tasks has failed, which is in the log."""

@@ -20,11 +20,13 @@ from cluster.admin import AdminServicer
 from cluster.choices import Indexed, serve_answers, usage_of
 from cluster.conductor import Completed, Conductor, Job
 from cluster.config import MAX_BODY_BYTES
+from cluster.embeddings import EmbedJob, embed
 from cluster.errors import ActorAway, BodyTooLarge, CideryError, InvalidRequest, Overloaded
 from cluster.fleet_metrics import fleet_text
 from cluster.handling import SESSION_HEADER, Handling
 from cluster.inference import new_request_id
 from cluster.metrics import Metrics
+from cluster.openai_embeddings import embedding_body, parse_embedding
 from cluster.openai_requests import OpenAIRequest, parse_body, parse_common, parse_messages, parse_prompt
 from cluster.openai_responses import DONE, Answer, ChatAnswer, TextAnswer, error_body, model_body, sse
 from cluster.served_models import ServedModels
@@ -52,6 +54,7 @@ class HttpServer:
             ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.complete),
+            ("POST", "/v1/embeddings", self.embed),
             ("GET", "/admin/fleet", self.fleet),
             ("GET", "/admin/index", self.index),
             ("GET", "/admin/explain", self.explain),
@@ -60,6 +63,9 @@ class HttpServer:
             ("POST", "/admin/resume", self.resume),
             ("POST", "/admin/cordon", self.cordon),
             ("GET", "/admin/placement", self.placement),
+            ("GET", "/admin/lora", self.adapters),
+            ("POST", "/admin/lora/load", self.load_adapter),
+            ("POST", "/admin/lora/unload", self.unload_adapter),
         )
         return Starlette(
             routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes],
@@ -98,8 +104,8 @@ class HttpServer:
         model = self._models.get(common.model)
         prompt = await self._models.chat_prompt(model, parse_messages(body))
         sampling = await self._models.prepare(model, common.sampling)
-        job = Job(new_request_id("chatcmpl"), model, prompt, sampling, arrived_s, _handling(request, common))
-        return await self._answer(request, common, ChatAnswer(job))
+        job = Job(new_request_id("chatcmpl"), model, prompt, sampling, arrived_s, _handling(request, common.handling))
+        return await self._answer(request, common, ChatAnswer(job, common.tells_prompt))
 
     async def complete(self, request: Request) -> Response:
         """/v1/completions."""
@@ -110,8 +116,34 @@ class HttpServer:
         asked = parse_prompt(body)
         prompt = await self._models.text_prompt(model, asked) if isinstance(asked, str) else Prompt(asked)
         sampling = await self._models.prepare(model, common.sampling)
-        job = Job(new_request_id("cmpl"), model, prompt, sampling, arrived_s, _handling(request, common))
-        return await self._answer(request, common, TextAnswer(job))
+        job = Job(new_request_id("cmpl"), model, prompt, sampling, arrived_s, _handling(request, common.handling))
+        echoed = None
+        if common.echo:
+            echoed = asked if isinstance(asked, str) else model.tokenizer.decode(asked)
+        return await self._answer(request, common, TextAnswer(job, common.tells_prompt, echoed))
+
+    async def embed(self, request: Request) -> Response:
+        """/v1/embeddings."""
+        arrived_s = time.monotonic()
+        asked = parse_embedding(parse_body(await _read(request)))
+        model = self._models.get(asked.model)
+        prompts = [
+            await self._models.text_prompt(model, each) if isinstance(each, str) else Prompt(each)
+            for each in asked.inputs
+        ]
+        job = EmbedJob(
+            new_request_id("embd"),
+            model,
+            tuple(prompts),
+            arrived_s,
+            _handling(request, asked.handling),
+            pooling=asked.pooling,
+            normalize=asked.normalize,
+            dimensions=asked.dimensions,
+        )
+        embedded = await _unless_disconnected(request, embed(self._conductor, job))
+        body = embedding_body(job, embedded, is_base64=asked.is_base64)
+        return JSONResponse(body, headers={"x-request-id": job.request_id})
 
     async def fleet(self, request: Request) -> Response:
         """AdminService.GetFleet."""
@@ -153,6 +185,23 @@ class HttpServer:
     async def placement(self, request: Request) -> Response:
         """AdminService.GetPlacement."""
         return _json(await self._admin.GetPlacement(admin_pb2.GetPlacementRequest(), None))
+
+    async def adapters(self, request: Request) -> Response:
+        """AdminService.ListAdapters."""
+        return _json(await self._admin.ListAdapters(admin_pb2.ListAdaptersRequest(), None))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """AdminService.LoadAdapter of {"name": ..., "path": ..., "model": ...}."""
+        body = parse_body(await _read(request))
+        asked = admin_pb2.LoadAdapterRequest(
+            name=_text(body, "name"), path=_text(body, "path"), model=_text(body, "model", "")
+        )
+        return _json(await self._admin.LoadAdapter(asked, None))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """AdminService.UnloadAdapter of {"name": ...}."""
+        name = _text(parse_body(await _read(request)), "name")
+        return _json(await self._admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name), None))
 
     async def _answer(self, request: Request, common: OpenAIRequest, answer: Answer) -> Response:
         events = serve_answers(self._conductor, answer.job, common.num_answers)
@@ -293,10 +342,9 @@ async def _read(request: Request) -> bytes:
     return bytes(body)
 
 
-def _handling(request: Request, common: OpenAIRequest) -> Handling:
+def _handling(request: Request, handling: Handling) -> Handling:
     """A session may be named in a header too, as clients do who can't add fields."""
-    session = common.handling.session or request.headers.get(SESSION_HEADER, "")
-    return replace(common.handling, session=session)
+    return replace(handling, session=handling.session or request.headers.get(SESSION_HEADER, ""))
 
 
 def _text(body: Any, field: str, default: str | None = None) -> str:

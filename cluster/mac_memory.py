@@ -22,17 +22,18 @@ _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
-    """What is told, or the allowed share of the working set less weights and activations; may come out negative.
+    """What is told, or the allowed share of the working set less weights, adapters and activations; may be negative.
 
     MLX's buffers of freed arrays don't count: it gives them back before it exceeds its limit. Raises ValueError for a
     size that the machine does not have.
     """
-    taken = described.weights_bytes + described.activation_bytes
+    taken = described.weights_bytes + described.activation_bytes + config.adapter_memory_bytes
     if config.cache_memory_bytes is not None:
         room = described.memory_limit_bytes - taken
         if config.cache_memory_bytes > room:
             asked = f"a KV cache of {config.cache_memory_bytes} bytes"
-            raise ValueError(f"{asked} does not fit: beside {_taken(described)} {room} are left")
+            beside = f"{_taken(described)} and {config.adapter_memory_bytes} for adapters"
+            raise ValueError(f"{asked} does not fit: beside {beside} {room} are left")
         return config.cache_memory_bytes
     budget = int(described.memory_limit_bytes * config.memory_utilization) - taken
     return budget if described.is_gpu else min(budget, CPU_KV_BYTES)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import StartupFailed
+from cluster.scheduling.request import Pooling
 
 _SAMPLE_BYTES = 64 * 1024
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "vocab.json")
@@ -59,6 +60,14 @@ def tokenizer_digest(folder: Path) -> str:
             digest.update(f"{name}:{path.stat().st_size};".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def pooling_of(folder: Path) -> Pooling:
+    """How the model was made to stand for a text, as sentence-transformers writes it down; else by its last token."""
+    config = read_json(folder / "1_Pooling" / "config.json")
+    if config.get("pooling_mode_mean_tokens"):
+        return Pooling.MEAN
+    return Pooling.CLS if config.get("pooling_mode_cls_token") else Pooling.LAST
 
 
 def read_json(path: Path) -> dict[str, Any]:

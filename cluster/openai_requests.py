@@ -8,14 +8,13 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from cluster.handling import Handling
 from cluster.json_fields import integer, is_int, kind_of, number, typed
-from cluster.openai_sampling import parse_sampling
+from cluster.openai_sampling import parse_sampling, wants_echo
 from cluster.sampling import SamplingRequest, check_num_answers
 from cluster.tokenizer import Message
 
 # Accepted only with the value that means "off".
 _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "functions": ([],),
@@ -33,6 +32,10 @@ class OpenAIRequest:
     include_usage: bool
     handling: Handling
     num_answers: int
+    # The prompt is part of the text, and its log-probabilities of those.
+    echo: bool = False
+    # Log-probabilities of the prompt have a field of their own.
+    tells_prompt: bool = False
 
 
 def parse_body(body: bytes) -> Mapping[str, Any]:
@@ -54,6 +57,8 @@ def parse_body(body: bytes) -> Mapping[str, Any]:
 
 def parse_common(body: Mapping[str, Any], *, is_chat: bool) -> OpenAIRequest:
     """Model, sampling and streaming options of either endpoint."""
+    if is_chat and wants_echo(body):
+        raise InvalidRequest("echo", "is of /v1/completions; here prompt_logprobs says how likely the prompt is")
     for field, off_values in _OFF_VALUES.items():
         value = body.get(field)
         if value is not None and value not in off_values:
@@ -64,8 +69,10 @@ def parse_common(body: Mapping[str, Any], *, is_chat: bool) -> OpenAIRequest:
         sampling=parse_sampling(body, is_chat=is_chat),
         stream=typed(body, "stream", bool, "true or false") or False,
         include_usage=typed(options, "include_usage", bool, "true or false") or False,
-        handling=_handling(body),
+        handling=parse_handling(body),
         num_answers=check_num_answers(integer(body, "n")),
+        echo=not is_chat and wants_echo(body),
+        tells_prompt=integer(body, "prompt_logprobs") is not None,
     )
 
 
@@ -91,7 +98,7 @@ def parse_prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
     raise InvalidRequest("prompt", f"must be one string or one list of token ids, got {kind_of(prompt)}")
 
 
-def _handling(body: Mapping[str, Any]) -> Handling:
+def parse_handling(body: Mapping[str, Any]) -> Handling:
     """Fields of ours beside OpenAI's, named as in handling.proto."""
     return Handling(
         tenant=typed(body, "tenant", str, "a string") or "",

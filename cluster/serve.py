@@ -29,6 +29,8 @@ class ServeConfig:
 
     fleet: FleetConfig
     gateway: GatewayConfig
+    # (name, folder) of each adapter to start with.
+    adapters: tuple[tuple[str, str], ...] = ()
     # One line on standard output once it serves, for programs that start it.
     prints_json: bool = False
 
@@ -61,6 +63,9 @@ async def _serve(config: ServeConfig, fleet: Fleet, console: Console) -> None:
                 return
         async with gateway.running() as addresses:
             await gateway.refresh()
+            for name, path in config.adapters:
+                with console.status(f"loading adapter {name} …"):
+                    await gateway.load_adapter(name, path)
             click.echo(_welcome(config, addresses), err=True)  # not rich: a pasted command must not be wrapped
             if config.prints_json:
                 click.echo(json.dumps({"http": addresses.http, "grpc": addresses.grpc, "macs": fleet.macs}))

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from worker import pool_attention
+from worker.adapter_rows import StepAdapters
 from worker.batch import Batch
 from worker.errors import UnsupportedModelError
 from worker.group_rows import GroupRows
@@ -38,6 +39,10 @@ class Step:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.is_dense = False
+        # What goes into the model's head, for all rows: its last layer's normed output.
+        self.hidden: mx.array | None = None
+        # None as long as no row has an adapter.
+        self.adapters: StepAdapters | None = None
         # Whether kernels update recurrent states in their slots, rather than that they are taken and put back.
         self.updates_states_in_place = False
         self._batch: Batch | None = None
@@ -65,11 +70,12 @@ class Step:
     def begin(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> None:
         """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
         self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
+        self.hidden, self.adapters = None, StepAdapters.of(batch)
         self.updates_states_in_place = self.kernels.updates_states_in_place
 
     def end(self) -> None:
         """Let go of the step's arrays."""
-        self._batch = self._tensors = None
+        self._batch = self._tensors = self.hidden = self.adapters = None
 
 
 @dataclass(slots=True)

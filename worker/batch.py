@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +23,9 @@ from worker.group_rows import PrefillSpan as PrefillSpan
 from worker.kv_shapes import FULL_REACH, Reach
 from worker.metal.state_rows import StateRows
 from worker.shared_prefix import SharedPrefix, find_shared_prefix
+
+if TYPE_CHECKING:
+    from worker.reading import SequenceReading
 
 
 @dataclass(slots=True)
@@ -36,6 +40,16 @@ class Span:
     block_table: Sequence[int]
     samples: bool
     tables: Sequence[Sequence[int]] = ()
+    # What is wanted of its prompt, and of how many of its last rows the logits for that.
+    reading: "SequenceReading | None" = None
+    num_read: int = 0
+    # Digest of its adapter, empty for none.
+    adapter: str = ""
+
+    @property
+    def num_logits(self) -> int:
+        """Of its last rows, how many need logits."""
+        return max(self.num_read, int(self.samples))
 
     @property
     def end(self) -> int:
@@ -94,7 +108,7 @@ class Batch:
 
     @property
     def samples_all(self) -> bool:
-        """Every row samples: no row has to be picked."""
+        """Every row's logits are needed: no row has to be picked."""
         return len(self.sampled_rows) == self.num_tokens
 
     @property
@@ -191,11 +205,11 @@ class Batch:
         return positions_of(self.spans, self.num_decodes)
 
     def _sampled_rows(self) -> list[int]:
-        rows, end = [], 0
+        rows: list[int] = []
+        end = 0
         for span in self.spans:
             end += len(span.token_ids)
-            if span.samples:
-                rows.append(end - 1)
+            rows += range(end - span.num_logits, end)
         return rows
 
 

@@ -33,7 +33,11 @@ _TIME_S = 3.0
 # Of what weights leave: what states may take while they are measured. More sequences are extrapolated.
 _STATE_SHARE = 16
 # What makes the most of a row's logits: sorted, penalised, with alternatives.
-_SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.1, num_top_logprobs=20, seed=1)
+_SAMPLING = SamplingParams(
+    temperature=1.0, top_k=50, top_p=0.9, presence_penalty=0.1, num_top_logprobs=20, num_prompt_logprobs=20, seed=1
+)
+# The scheduler's max_scored_tokens: rows of one step whose logits are kept for what they say of a prompt.
+MAX_SCORED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,12 @@ class _Run:
         ]
         length = start + num_tokens
         plan.new_sequences.add(
-            seq_id=seq_id, token_ids=[0] * length, num_prompt_tokens=length, sampling=_SAMPLING, block_tables=tables
+            seq_id=seq_id,
+            token_ids=[0] * length,
+            num_prompt_tokens=length,
+            sampling=_SAMPLING,
+            block_tables=tables,
+            first_scored=max(1, length - MAX_SCORED_ROWS),
         )
         plan.slices.add(seq_id=seq_id, start=start, num_tokens=num_tokens, samples=True)
 

@@ -6,16 +6,18 @@ thread that owns MLX.
 
 import os
 import time
+from pathlib import Path
 
 import mlx.core as mx
 
 from cluster.kv.hashing import BlockHash
 from protos.cidery.v1 import sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import description, mixers, models
+from worker import description, mixers, models, reading
+from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
-from worker.errors import ProtocolError
+from worker.errors import AdapterRefused, ProtocolError
 from worker.grammar import GrammarTable
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
@@ -40,6 +42,7 @@ class Engine:
         self._step = Step(kernels)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
+        self._adapters = Adapters(loaded.model, self._step)
         self._tensors: KVTensors | None = None
         self._blocks: PlanBlocks | None = None
         self._tables: TableLayout | None = None
@@ -103,7 +106,23 @@ class Engine:
         self._tensors = self._blocks = self._tables = None
         self._step.end()
         self.caches.forget()
+        self._adapters.clear()
         mx.clear_cache()
+
+    def load_adapter(self, message: pb.LoadAdapter) -> pb.AdapterLoaded:
+        """Sequences may name it from now on, unless it was refused."""
+        if not message.digest or message.digest in self._adapters:
+            raise ProtocolError(f"adapter to load has the digest {message.digest!r}, which is empty or loaded already")
+        loaded = pb.AdapterLoaded(digest=message.digest)
+        try:
+            loaded.num_bytes = self._adapters.load(message.digest, Path(message.folder))
+        except AdapterRefused as error:
+            loaded.refusal = str(error)
+        return loaded
+
+    def unload_adapter(self, message: pb.UnloadAdapter) -> None:
+        """Sequences that have it may still be known, but can't run any more. No effect on one that was refused."""
+        self._adapters.unload(message.digest)
 
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:
         """Carry out one plan. Raises ProtocolError, after which the stream's state is undefined: `reset`."""
@@ -169,6 +188,8 @@ class Engine:
             if sequence.has_ended:
                 skipped.append(piece.seq_id)
                 continue
+            if sequence.adapter and sequence.adapter not in self._adapters:
+                raise ProtocolError(f"sequence {piece.seq_id}: adapter {sequence.adapter!r} is not loaded")
             if piece.new_blocks:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
@@ -188,44 +209,72 @@ class Engine:
     def _forward(self, slices: list[tuple[SequenceState, Span]], tensors: KVTensors, result: pb.StepResult) -> None:
         spans = [span for _, span in slices]
         if self._loaded.layout is Layout.DENSE:
-            order, logits = self._run_one_by_one(spans, tensors)
+            order, logits, pooled = self._run_one_by_one(spans, tensors)
         else:
-            order, logits = self._run_together(spans, tensors)
-        sampling = [slices[index][0] for index in order if slices[index][1].samples]
-        if sampling:
-            positions = [len(sequence.token_ids) for sequence in sampling]
-            joined = mx.concatenate(logits) if len(logits) > 1 else logits[0]
-            shaped = shape(joined, [sequence.rules for sequence in sampling], self._grammars)
-            draw = Draw(joined, [sequence.sampling for sequence in sampling], positions, shaped)
-            tensors.evaluate(*draw.outputs)
-            self._report_sampled(sampling, draw, result)
+            order, logits, pooled = self._run_together(spans, tensors)
+        if logits is None:
+            tensors.evaluate(*pooled)
         else:
-            tensors.evaluate()
+            self._draw([slices[index] for index in order], logits, pooled, tensors, result)
         self._step.end()
         for sequence, span in slices:
             for index, block_hash in sequence.filled_blocks(span.start, span.end):
                 result.filled_blocks.add(seq_id=sequence.seq_id, block_index=index, block_hash=block_hash)
+            if span.reading is not None and span.reading.is_complete(span):
+                sequence.has_ended = True
+                reading.report_complete(sequence.seq_id, span.reading, result)
 
-    def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], list[mx.array]]:
-        """All rows in one forward: the order of the spans, and the logits of those that sample."""
+    def _draw(
+        self,
+        packed: list[tuple[SequenceState, Span]],
+        logits: mx.array,
+        pooled: list[mx.array],
+        tensors: KVTensors,
+        result: pb.StepResult,
+    ) -> None:
+        """The next tokens, and what the rows say of prompts. `logits` are those of the packed spans."""
+        of_drawing = reading.drawing_rows([span for _, span in packed])
+        sampling = [sequence for sequence, span in packed if span.samples]
+        if len(of_drawing) < len(logits):
+            pooled.append(logits)
+        if sampling:
+            drawing = logits if len(of_drawing) == len(logits) else logits[mx.array(of_drawing, mx.int32)]
+            positions = [len(sequence.token_ids) for sequence in sampling]
+            shaped = shape(drawing, [sequence.rules for sequence in sampling], self._grammars)
+            draw = Draw(drawing, [sequence.sampling for sequence in sampling], positions, shaped)
+            tensors.evaluate(*draw.outputs, *pooled)
+            self._report_sampled(sampling, draw, result)
+        else:
+            tensors.evaluate(*pooled)
+        if len(of_drawing) < len(logits):
+            reading.report_scores(packed, logits, result)
+
+    def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], mx.array | None, list[mx.array]]:
+        """All rows in one forward: the order of the spans, the logits of those that need them, and what was pooled."""
         batch = Batch(
             spans,
             block_size=tensors.block_size,
             decodes_together=self._kernels.takes_ragged_rows,
             allows_flat=self._loaded.layout is Layout.FLAT,
         )
-        return batch.order, self._run(batch, tensors)
+        logits = self._run(batch, tensors)
+        return batch.order, logits, reading.pool_rows(batch, self._step.hidden)
 
-    def _run_one_by_one(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], list[mx.array]]:
+    def _run_one_by_one(
+        self, spans: list[Span], tensors: KVTensors
+    ) -> tuple[list[int], mx.array | None, list[mx.array]]:
         """One forward for each sequence, each evaluated: a pool read by one would be copied by the next one's write."""
-        logits = []
+        found, pooled = [], []
         for span in spans:
-            logits += self._run(Batch([span], block_size=tensors.block_size), tensors, is_dense=True)
-            tensors.evaluate(*logits)
-        return list(range(len(spans))), logits
+            batch = Batch([span], block_size=tensors.block_size)
+            logits = self._run(batch, tensors, is_dense=True)
+            pooled += reading.pool_rows(batch, self._step.hidden)
+            found += [] if logits is None else [logits]
+            tensors.evaluate(*found, *pooled)
+        return list(range(len(spans))), mx.concatenate(found) if found else None, pooled
 
-    def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> list[mx.array]:
-        """The graph of one forward; its logits `[num_sampled, vocab]`, if any row samples."""
+    def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> mx.array | None:
+        """The graph of one forward; its logits `[num_logits, vocab]`, if any row needs them."""
         self._step.begin(batch, tensors, is_dense=is_dense)
         in_place = self._step.updates_states_in_place
         states = self.caches.states
@@ -241,7 +290,7 @@ class Engine:
         for state in lays_in:
             state.end()
         self.caches.forget()
-        return [models.sampled_logits(logits, batch)] if batch.sampled_rows else []
+        return models.sampled_logits(logits, batch) if batch.sampled_rows else None
 
     def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
         logprobs = draw.logprobs()

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -91,6 +92,11 @@ class StateCache(ArraysCache):
         starts = [spans[index].start for index in part.spans]
         return starts[0] if len(starts) == 1 else mx.array(starts, mx.int32)
 
+    def running(self, part: Part) -> AbstractContextManager[None]:
+        """While a mixer runs the rows of a part."""
+        adapters = self._step.adapters
+        return nullcontext() if adapters is None else adapters.within(part)
+
     def parts(self) -> list[Part]:
         """Of the step."""
         return self._step.batch.parts
@@ -153,7 +159,8 @@ def _by_parts(call: Callable[..., Any]) -> Callable[..., Any]:
                 for name, value in bound.arguments.items()
                 if name != "cache"
             }
-            outputs.append(_uncut(call(**arguments, cache=local), part))
+            with cache.running(part):
+                outputs.append(_uncut(call(**arguments, cache=local), part))
             cache.put(part, local.cache)
         return _joined(outputs)
 

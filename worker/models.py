@@ -121,11 +121,12 @@ class SamplingHead:
         if not self.step.is_running:
             return self.project(hidden)
         batch = self.step.batch
+        self.step.hidden = hidden
         if batch.samples_all or not batch.sampled_rows:
             return self.project(hidden)
         if batch.is_flat:
             # A flat step has one sequence, which samples after its last token.
-            return self.project(hidden[:, -1:])
+            return self.project(hidden[:, -len(batch.sampled_rows) :])
         return self.project(hidden[mx.array(batch.sampled_rows, mx.int32)])
 
 
@@ -260,12 +261,18 @@ def _attach_head(model: Module, step: Step) -> None:
         owner, name = _owner(model, path)
         embedding = getattr(owner, name, None)
         if isinstance(embedding, Module):
-            embedding.as_linear = SamplingHead(functools.partial(type(embedding).as_linear, embedding), step)  # type: ignore[attr-defined]
+            embedding.as_linear = SamplingHead(functools.partial(_as_linear, embedding), step)
             found = True
             break
     if not found:
         name = inspection.family_of(model)
         logger.warning("%s: its output projection was not found; it will compute logits of every row", name)
+
+
+def _as_linear(embedding: Any, hidden: mx.array) -> mx.array:
+    """By the class that the embedding has now: it changes when an adapter comes or goes."""
+    logits: mx.array = type(embedding).as_linear(embedding, hidden)
+    return logits
 
 
 def _owner(model: Module, path: str) -> tuple[Module | None, str]:

@@ -97,9 +97,12 @@ def test_budget_is_what_is_told_or_what_the_machine_has_left():
     described = pb.Description(memory_limit_bytes=10 << 30, weights_bytes=4 << 30, is_gpu=True)
     assert kv_budget_bytes(described, KVConfig(cache_memory_bytes=5 << 30)) == 5 << 30
     described.activation_bytes = 1 << 30
-    with pytest.raises(ValueError, match=f"weights of {4 << 30} and steps of {1 << 30} bytes {5 << 30} are left"):
-        kv_budget_bytes(described, KVConfig(cache_memory_bytes=6 << 30))
-    assert kv_budget_bytes(described, KVConfig(memory_utilization=0.75)) == int(2.5 * 2**30)
+    taken = f"weights of {4 << 30} and steps of {1 << 30} bytes and {1 << 30} for adapters"
+    with pytest.raises(ValueError, match=f"{taken} {4 << 30} are left"):
+        kv_budget_bytes(described, KVConfig(cache_memory_bytes=5 << 30, adapter_memory_bytes=1 << 30))
+    without = KVConfig(memory_utilization=0.75, adapter_memory_bytes=0)
+    assert kv_budget_bytes(described, without) == int(2.5 * 2**30)
+    assert kv_budget_bytes(described, KVConfig(memory_utilization=0.75, adapter_memory_bytes=1 << 30)) == 3 << 29
     described.is_gpu = False
     assert kv_budget_bytes(described, KVConfig()) == CPU_KV_BYTES
 
@@ -110,7 +113,7 @@ def test_budget_is_what_is_told_or_what_the_machine_has_left():
 def test_without_the_hybrid_manager_windows_keep_everything(enable_hybrid, names):
     window = pb.Layer(kind=pb.LAYER_KIND_SLIDING_WINDOW, num_window_tokens=64, **_HEADS)
     layers = [pb.Layer(kind=pb.LAYER_KIND_FULL_ATTENTION, **_HEADS), window]
-    described = pb.Description(layers=layers, memory_limit_bytes=1 << 24)
+    described = pb.Description(layers=layers, memory_limit_bytes=1 << 30)
     config = KVConfig(cache_memory_bytes=1 << 20, enable_hybrid=enable_hybrid)
     layout = plan_kv(described, config, max_model_len=128, max_in_flight_tokens=32)
     assert [kind_name(group.spec) for group in layout.groups] == names

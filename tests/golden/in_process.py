@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from mlx.nn.layers.base import Module
 
 from cluster import wire
-from cluster.kv.hashing import hash_blocks, root_hash
+from cluster.kv.hashing import first_extras, hash_blocks, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_format, layer_specs
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
-from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs
+from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
 from worker import kv_quantization, models
 from worker.engine import Engine
@@ -33,6 +33,9 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
+    failure: str = ""
 
 
 class InProcessMac:
@@ -87,7 +90,16 @@ class InProcessMac:
         self.num_copies = 0
 
     def add(
-        self, request_id: str, prompt: list[int], max_tokens: int, *, generated=(), stop_token_ids=(), **sampling
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        generated=(),
+        stop_token_ids=(),
+        reading: Reading | None = None,
+        adapter: str = "",
+        **sampling,
     ) -> Answer:
         """`generated` is what another Mac made of it before."""
         tokens = (*prompt, *generated)
@@ -95,10 +107,12 @@ class InProcessMac:
             request_id=request_id,
             token_ids=tokens,
             num_prompt_tokens=len(prompt),
-            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE)),
+            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE, first_extras("", adapter))),
             max_tokens=max_tokens,
             sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
             stop_token_ids=tuple(stop_token_ids),
+            reading=reading,
+            adapter=adapter,
         )
         self.answers[request_id] = Answer(request)
         self.scheduler.add(request, self.now_s)
@@ -138,6 +152,9 @@ class InProcessMac:
             answer.logprobs += update.logprobs
             answer.finish = update.finish or answer.finish
             answer.num_cached_tokens = update.num_cached_tokens
+            answer.prompt_logprobs += update.prompt_logprobs
+            answer.embedding = update.embedding or answer.embedding
+            answer.failure = update.failure
         self.kv.take_events()
 
     def run(self) -> None:

@@ -15,12 +15,25 @@ class MacState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MAC_STATE_DRAINING: _ClassVar[MacState]
     MAC_STATE_LOST: _ClassVar[MacState]
     MAC_STATE_CORDONED: _ClassVar[MacState]
+
+class AdapterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADAPTER_STATE_UNSPECIFIED: _ClassVar[AdapterState]
+    ADAPTER_STATE_LOADING: _ClassVar[AdapterState]
+    ADAPTER_STATE_READY: _ClassVar[AdapterState]
+    ADAPTER_STATE_FAILED: _ClassVar[AdapterState]
+    ADAPTER_STATE_LEAVING: _ClassVar[AdapterState]
 MAC_STATE_UNSPECIFIED: MacState
 MAC_STATE_STARTING: MacState
 MAC_STATE_READY: MacState
 MAC_STATE_DRAINING: MacState
 MAC_STATE_LOST: MacState
 MAC_STATE_CORDONED: MacState
+ADAPTER_STATE_UNSPECIFIED: AdapterState
+ADAPTER_STATE_LOADING: AdapterState
+ADAPTER_STATE_READY: AdapterState
+ADAPTER_STATE_FAILED: AdapterState
+ADAPTER_STATE_LEAVING: AdapterState
 
 class Load(_message.Message):
     __slots__ = ("num_requests", "num_prefill_tokens", "num_decoding")
@@ -360,3 +373,67 @@ class GetPlacementResponse(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Placement]
     def __init__(self, models: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "model", "path", "digest", "num_bytes", "macs")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MACS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    path: str
+    digest: str
+    num_bytes: int
+    macs: _containers.RepeatedCompositeFieldContainer[AdapterOnMac]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., macs: _Optional[_Iterable[_Union[AdapterOnMac, _Mapping]]] = ...) -> None: ...
+
+class AdapterOnMac(_message.Message):
+    __slots__ = ("mac", "state", "problem")
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    state: AdapterState
+    problem: str
+    def __init__(self, mac: _Optional[str] = ..., state: _Optional[_Union[AdapterState, str]] = ..., problem: _Optional[str] = ...) -> None: ...

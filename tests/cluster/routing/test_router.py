@@ -365,6 +365,19 @@ class TestRefusals:
         assert refused.value.is_permanent
         assert fleet.route(prompt_of((1, 49))).mac == "a"
 
+    def test_a_mac_that_lacks_the_adapter_is_not_asked(self, fleet, prompt_of) -> None:
+        fleet.add("a", "b")
+        decision = fleet.route(prompt_of((1, 50)), adapter="d", lacking=frozenset({"a"}))
+        assert decision.mac == "b"
+        assert fleet.candidates(decision)["a"].excluded == "has not loaded the adapter"
+
+    def test_a_prompt_that_is_only_read_may_fill_the_context(self, fleet, prompt_of) -> None:
+        fleet.add("a", max_model_len=50)
+        assert fleet.route(prompt_of((1, 50)), max_tokens=0).mac == "a"
+        with pytest.raises(NoMacAvailable) as refused:
+            fleet.route(prompt_of((1, 51)), max_tokens=0)
+        assert refused.value.is_permanent
+
     def test_a_long_prompt_goes_where_it_fits(self, fleet, prompt_of) -> None:
         fleet.add("small", max_model_len=50)
         fleet.add("large")
