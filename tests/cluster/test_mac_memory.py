@@ -129,5 +129,10 @@ def test_a_budget_without_room_says_what_took_it():
         plan_kv(described, KVConfig(), max_model_len=128, max_in_flight_tokens=32)
     described.activation_bytes -= 16
     with pytest.raises(KVBudgetTooSmall) as told:
-        plan_kv(described, KVConfig(cache_memory_bytes=16), max_model_len=128, max_in_flight_tokens=32)
+        plan_kv(
+            described,
+            KVConfig(cache_memory_bytes=16, adapter_memory_bytes=0),
+            max_model_len=128,
+            max_in_flight_tokens=32,
+        )
     assert "steps of" not in str(told.value)
