@@ -87,6 +87,8 @@ class AdminServicer:
         model = self._models.get(request.model)
         assert model.root is not None
         token_ids = (await self._models.text_prompt(model, request.text)).token_ids
+        if not token_ids:
+            raise InvalidRequest("text", "is empty; at least one token is needed")
         query = RouteQuery(
             request_id=new_request_id("what-if"),
             model=model.run_by,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster import ray_environment
-from cluster.cli_channel import DEFAULT_ADDRESS, channel
+from cluster.cli_channel import DEFAULT_ADDRESS, channel, checked_utf8
 from cluster.cli_types import Bytes, NamedFolder, TenantWeight, quantization_options
 from cluster.config import (
     BatchConfig,
@@ -139,7 +139,9 @@ def serve(**options: Any) -> None:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
-        path = options["model"] or bundled_model()
+        path = bundled_model() if options["model"] is None else options["model"]
+        if not path:
+            raise ValueError("--model is empty; give a folder or a hub id, or leave it out for the bundled one")
         name = options["model_name"] or default_model_name(path)
         mac = MacConfig(
             ModelConfig(path, name, options["max_model_len"], options["dtype"]),
@@ -186,7 +188,7 @@ def chat(
 ) -> None:
     """Talk to the model: one MESSAGE, or a conversation line by line until an empty one or Ctrl-D."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    history = [inference_pb2.ChatMessage(role="system", content=system)] if system else []
+    history = [_message("system", system)] if system else []
     with channel(address) as connected:
         stub = inference_pb2_grpc.InferenceServiceStub(connected)
         if message is not None:
@@ -218,13 +220,16 @@ def generate(
 ) -> None:
     """Continue PROMPT as plain text."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    model, prompt = checked_utf8(model, "--model"), checked_utf8(prompt, "PROMPT")
     request = inference_pb2.GenerateRequest(model=model, text=prompt, sampling=sampling)
     with channel(address) as connected:
         responses = inference_pb2_grpc.InferenceServiceStub(connected).Generate(request)
         text, token_ids, completion = [], [], {}
         for response in responses:
             if response.HasField("completion"):
-                completion = MessageToDict(response.completion, preserving_proto_field_name=True)
+                completion = MessageToDict(
+                    response.completion, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+                )
                 continue
             text.append(response.chunk.text)
             token_ids.extend(response.chunk.token_ids)
@@ -293,6 +298,10 @@ def _ask() -> str:
         return ""
 
 
+def _message(role: str, text: str) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(role=role, content=checked_utf8(text, "the message"))
+
+
 def _turn(
     stub: inference_pb2_grpc.InferenceServiceStub,
     model: str,
@@ -301,9 +310,10 @@ def _turn(
     sampling: sampling_pb2.SamplingParams,
 ) -> None:
     """One question and its answer, both kept in `history`."""
-    history.append(inference_pb2.ChatMessage(role="user", content=line))
+    history.append(_message("user", line))
     answer = []
-    for response in stub.Chat(inference_pb2.ChatRequest(model=model, messages=history, sampling=sampling)):
+    request = inference_pb2.ChatRequest(model=checked_utf8(model, "--model"), messages=history, sampling=sampling)
+    for response in stub.Chat(request):
         if response.HasField("chunk"):
             answer.append(response.chunk.text)
             click.echo(response.chunk.text, nl=False)

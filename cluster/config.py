@@ -80,8 +80,7 @@ class KVConfig:
 
     def __post_init__(self) -> None:
         check_quantization(self.kv_bits, self.kv_group_size)
-        if self.block_size_tokens not in (16, 32):
-            raise ValueError(f"block_size must be 16 or 32 tokens, got {self.block_size_tokens}")
+        check_block_size(self.block_size_tokens)
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if self.cache_memory_bytes is not None and self.cache_memory_bytes < 1:
@@ -147,6 +146,12 @@ class GatewayConfig:
         for name in ("grpc_port", "http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be 0 (any free one) to 65535, got {getattr(self, name)}")
+
+
+def check_block_size(num_tokens: int) -> None:
+    """Raises ValueError for blocks that the kernels don't know."""
+    if num_tokens not in (16, 32):
+        raise ValueError(f"block_size must be 16 or 32 tokens, got {num_tokens}")
 
 
 def default_model_name(path: str) -> str:

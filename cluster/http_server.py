@@ -1,6 +1,7 @@
 """The HTTP face: OpenAI-compatible inference, health, metrics and the admin API as JSON. Starlette on uvicorn."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -32,6 +33,8 @@ from cluster.openai_responses import DONE, Answer, ChatAnswer, TextAnswer, error
 from cluster.served_models import ServedModels
 from cluster.tokenizer import Prompt, checked_text
 from protos.cidery.v1 import admin_pb2
+
+log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -68,15 +71,20 @@ class HttpServer:
             ("POST", "/admin/lora/unload", self.unload_adapter),
         )
         return Starlette(
-            routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes],
-            exception_handlers={HTTPException: _no_such_route},
+            routes=[
+                Route(path, _answering(_no_web_page(handle) if "/admin" in path else handle), methods=[method])
+                for method, path, handle in routes
+            ],
+            exception_handlers={HTTPException: _no_such_route, Exception: _internal},
         )
 
     async def health(self, request: Request) -> Response:
-        """200 once a model can be used, else 503."""
+        """200 if a model can be used, else 503: none has a Mac that is ready, or the router is away."""
         ready = [model.name for model in self._models.all() if model.num_macs]
+        if not self._models.is_current:
+            return JSONResponse({"status": "router away", "models": ready}, status_code=503)
         return JSONResponse(
-            {"status": "ok" if ready else "starting", "models": ready}, status_code=200 if ready else 503
+            {"status": "ok" if ready else "no Mac is ready", "models": ready}, status_code=200 if ready else 503
         )
 
     async def metrics(self, request: Request) -> Response:
@@ -317,8 +325,34 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, in the shape of all other errors."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_such_route"}}
+    code = "method_not_allowed" if error.status_code == 405 else "no_such_route"
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    """A fault of ours: the client is told no more, the log everything."""
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    message = f"{request.method} {request.url.path}: internal error; the gateway's log has it"
+    body = {"error": {"message": message, "type": "server_error", "param": None, "code": "internal"}}
+    return JSONResponse(body, status_code=500)
+
+
+class WebPageRefused(CideryError):
+    """Browsers send such requests for any page that is open, also to a loopback address."""
+
+    reason = "WEB_PAGE_REFUSED"
+    http_status = 403
+
+
+def _no_web_page(handle: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        origin = request.headers.get("origin")
+        if origin is not None:
+            raise WebPageRefused(f"the fleet can't be steered from a web page (origin {origin[:100]!r})")
+        return await handle(request)
+
+    return answer
 
 
 def _answering(handle: Endpoint) -> Endpoint:

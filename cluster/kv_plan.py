@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.cli_types import Bytes, quantization_options
-from cluster.config import bundled_model
+from cluster.config import bundled_model, check_block_size
 from cluster.kv.layout import KVGroup, KVLayout
 from cluster.kv.planner import KVBudgetTooSmall, describe, kind_name, min_match_tokens, plan_layout
 from cluster.kv.spec import AttentionSpec, ChunkedLocalSpec, LayerSpec, SharedKVSpec, SlidingWindowSpec
@@ -38,7 +38,7 @@ def kv() -> None:
     help="Share of --memory that the KV cache may take.",
 )
 @click.option("--max-model-len", default=None, type=int, help="Longest context in tokens.  [default: the model's]")
-@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block: 16 or 32.")
 @click.option(
     "--max-num-batched-tokens",
     default=512,
@@ -59,6 +59,7 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     config = _read_config(Path(model or bundled_model()).expanduser())
     max_model_len = options["max_model_len"]
     try:
+        check_block_size(options["block_size"])
         specs = specs_from_config(
             config,
             kv_bits=options["kv_bits"],

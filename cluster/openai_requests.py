@@ -19,7 +19,11 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
 }
+# More than any model's context.
+MAX_PROMPT_IDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def parse_common(body: Mapping[str, Any], *, is_chat: bool) -> OpenAIRequest:
     for field, off_values in _OFF_VALUES.items():
         value = body.get(field)
         if value is not None and value not in off_values:
-            raise InvalidRequest(field, f"is not supported; leave it out or give {off_values[0]!r}, got {value!r}")
+            raise InvalidRequest(field, f"is not supported; {_advice(off_values)}, got {kind_of(value)}")
     options = typed(body, "stream_options", dict, "an object") or {}
     return OpenAIRequest(
         model=typed(body, "model", str, "a string") or "",
@@ -74,6 +78,10 @@ def parse_common(body: Mapping[str, Any], *, is_chat: bool) -> OpenAIRequest:
         echo=not is_chat and wants_echo(body),
         tells_prompt=integer(body, "prompt_logprobs") is not None,
     )
+
+
+def _advice(off_values: tuple[Any, ...]) -> str:
+    return f"leave it out or give {off_values[0]!r}" if off_values else "leave it out"
 
 
 def parse_messages(body: Mapping[str, Any]) -> list[Message]:
@@ -91,11 +99,18 @@ def parse_prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and all(is_int(item) for item in prompt):
-        return tuple(prompt)
     if prompt is None:
         raise InvalidRequest("prompt", "is missing")
-    raise InvalidRequest("prompt", f"must be one string or one list of token ids, got {kind_of(prompt)}")
+    if not isinstance(prompt, list):
+        raise InvalidRequest("prompt", f"must be one string or one list of token ids, got {kind_of(prompt)}")
+    if len(prompt) > MAX_PROMPT_IDS:
+        # Before each is looked at: others' streams wait meanwhile.
+        raise InvalidRequest("prompt", f"may have at most {MAX_PROMPT_IDS} token ids, got {len(prompt)}")
+    if all(is_int(item) for item in prompt):
+        return tuple(prompt)
+    if all(isinstance(item, str | list) for item in prompt):
+        raise InvalidRequest("prompt", f"is one prompt a request, not a batch; got {len(prompt)}")
+    raise InvalidRequest("prompt", "must be one string or one list of token ids, got a list of something else")
 
 
 def parse_handling(body: Mapping[str, Any]) -> Handling:

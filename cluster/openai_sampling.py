@@ -100,7 +100,10 @@ def _logit_bias(body: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS):
             raise InvalidRequest("logit_bias", f"keys must be token ids, got {key[:60]!r}")
-        bias = number(biases, key)
+        try:
+            bias = number(biases, key)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"logit_bias.{key}", error.detail) from error
         if bias is None:
             raise InvalidRequest(f"logit_bias.{key}", "must be a number, got null")
         pairs.append((int(key), bias))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.adapters import AdapterState, AdapterView
 from cluster.config import ModelConfig
-from cluster.errors import InvalidRequest, ModelNotFound, NoMacReady, StartupFailed
+from cluster.errors import ActorAway, InvalidRequest, ModelNotFound, NoMacReady, StartupFailed
 from cluster.grammars import GrammarChecker
 from cluster.kv.hashing import BlockHash
 from cluster.model_files import find_model, pooling_of
@@ -55,6 +55,8 @@ class ServedModels:
         self._adapters: dict[str, ServedModel] = {}
         # A tokenizer serves one at a time, be it the event loop or a thread.
         self._encoding = asyncio.Lock()
+        # Whether the router answered the last time.
+        self.is_current = False
 
     async def load(self, config: ModelConfig, created_s: int) -> None:
         """Reads a model's tokenizer; takes seconds, off the event loop."""
@@ -65,8 +67,14 @@ class ServedModels:
 
     async def refresh(self) -> None:
         """Learns from the router which Macs serve what. Raises StartupFailed if one tokenizes otherwise than we do."""
-        digests = await self._router("tokenizer_digests")
-        fleet = await self._router("fleet")
+        try:
+            digests = await self._router("tokenizer_digests")
+            fleet = await self._router("fleet")
+            adapters = await self._router("adapter_view")
+        except ActorAway:
+            self.is_current = False
+            raise
+        self.is_current = True
         for model in self._models.values():
             theirs = digests.get(model.name)
             if theirs is not None and theirs != model.tokenizer.digest:
@@ -77,7 +85,7 @@ class ServedModels:
                 model.root = macs[0].info.root_hash
                 model.block_size = macs[0].info.block_size
                 model.max_model_len = max(mac.info.max_model_len for mac in macs)
-        self._refresh_adapters(await self._router("adapter_view"), fleet)
+        self._refresh_adapters(adapters, fleet)
 
     def _refresh_adapters(self, view: AdapterView, fleet: Sequence[MacStatus]) -> None:
         """Each adapter as a model of its own. A router that has just been restarted knows of none: nothing changes."""

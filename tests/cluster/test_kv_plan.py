@@ -157,7 +157,7 @@ def test_a_small_budget_is_shown_in_its_own_unit(tmp_path):
         ([path_of("qwen3-8b"), "--memory", "0"], 1, "no max_model_len fits, or raise the budget"),
         ([path_of("qwen3-8b"), "--memory", "lots"], 2, "'lots' is no size"),
         ([path_of("qwen3-8b"), "--max-model-len", "0"], 2, "max_model_len must be at least 2"),
-        ([path_of("qwen3-8b"), "--block-size", "0"], 2, "block_size must be at least 1, got 0"),
+        ([path_of("qwen3-8b"), "--block-size", "0"], 1, "block_size must be 16 or 32 tokens, got 0"),
         ([path_of("qwen3-8b"), "--kv-bits", "7"], 1, "kv_bits must be one of 4, 8, got 7"),
         ([path_of("qwen3-8b"), "--kv-group-size", "32"], 1, "kv_group_size 32 says how"),
         ([path_of("qwen3-8b"), "--gpu-memory-utilization", "1.5"], 2, "1.5 is not in the range"),

@@ -219,3 +219,21 @@ def test_new_requests_wait_for_macs_that_come_back(fleet):
     time.sleep(1.0)
     assert fleet.complete("Hello", max_tokens=2)["usage"]["completion_tokens"] >= 1
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
+
+
+def test_the_ray_node_of_a_mac_may_die(start):
+    """The first Mac's: the router must not die with it. Last, because such a node does not come back."""
+    with start("--macs", "2", "--kv-cache-memory", "64MiB") as served:
+        undisturbed = served.complete(PROMPT, max_tokens=20, temperature=0)
+        first = sorted(served.macs)[0]
+        worker = psutil.Process(served.fleet()[first]["worker_pid"])
+        # The node first, or it would start another manager at once.
+        node = next(parent for parent in worker.parents() if "raylet" in parent.name())
+        manager = worker.parent()
+        node.kill()
+        manager.kill()
+        wait_for(lambda: served.fleet()[first]["state"] == "MAC_STATE_LOST")
+        assert served.client.get("/health").status_code == 200
+        again = served.complete(PROMPT, max_tokens=20, temperature=0)
+        assert again["choices"] == undisturbed["choices"]
+        assert again["cidery"]["mac"] != first
