@@ -79,7 +79,7 @@ class Step:
         self._batch = self._tensors = self.hidden = self.adapters = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Handle:
     """Stands for all keys, or all values, of one layer for the whole step.
 

@@ -20,7 +20,7 @@ from worker.metal.prefill_rows import PrefillOptions
 from worker.odd_attention import Extras
 
 
-# Not frozen: made in every layer of every step, and that takes a frozen one three times as long.
+# Not frozen: that would make it take three times as long, once a layer.
 @dataclass(slots=True)
 class LayerCall:
     """One layer's attention in one step. `scale` is that of the scores.

@@ -43,21 +43,6 @@ def test_engine_on_the_harness_gives_the_tokens_of_plain_mlx(kind):
         assert any(kernel.startswith(f"{name}_f32") for kernel in ran), f"{name} is not among {ran}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("full", mx.bfloat16), ("8 bits", mx.bfloat16), ("short conv", mx.float16)]
-)
-def test_models_in_half_precision_run_too(kind, dtype):
-    """The types that a Mac has. Rounding alone is between the two, so these answers stay the same."""
-    loaded = load(kind, dtype)
-    tokens, logprobs = answers(loaded, twin_kernels())
-    host = MslHost()
-    kernels = dispatch.assemble(host, kernel_needs.needs_of(loaded, 16), {family.name for family in FAMILIES})
-    our_tokens, our_logprobs = answers(loaded, kernels)
-    assert our_tokens == tokens
-    assert np.abs(our_logprobs - logprobs).max() < 0.1
-    assert not any(record.kernel.endswith("_f32") for record in host.records)
-
-
 @pytest.mark.parametrize("kind", ["window", "latent", "delta net", "mamba-2"])
 def test_kernels_take_every_path_of_the_engine_as_mlx_lm_would(kind):
     """Groups that share pools, cached prefixes, states kept on the way and copied, preemptions, under the scheduler."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from protos.cidery.v1.sampling_pb2 import SamplingParams
@@ -35,12 +34,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], int | None, set[str]]] = {
 }
 
 
-def load(kind: str, dtype: mx.Dtype = mx.float32) -> LoadedModel:
+def load(kind: str) -> LoadedModel:
     case, changes, bits, _ = KINDS[kind]
     config = config_of(case) | changes
-    model = make_model(case, config=config)
-    model.set_dtype(dtype)
-    return kv_quantization.quantise(models.adapt(model, config), bits)
+    return kv_quantization.quantise(models.adapt(make_model(case, config=config), config), bits)
 
 
 def answers(loaded: LoadedModel, kernels: Kernels) -> tuple[list[list[int]], np.ndarray]:
