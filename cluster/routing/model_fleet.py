@@ -385,7 +385,7 @@ class ModelFleet:
 _MAX_SESSIONS = 16_384
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
-_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 14, 0, 0, 0, 0, 1)
+_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 15, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 

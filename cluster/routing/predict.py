@@ -44,6 +44,7 @@ class Standing(NamedTuple):
     beside_s: float
     # Seconds of a prefill token, and of it for each token of its context; tokens of one chunk.
     token_s: float
+    rows_token_s: float
     context_s: float
     # A step that has prefill, and one that only decodes.
     mixed_step_s: float
@@ -120,18 +121,25 @@ def standing_of(
 
     `longest`: tokens and work of the prompt under way that has most to do. `recent_work_s` has faded up to now.
     """
-    # A chunk's step carries every row that decodes.
+    # Every step with prefill carries the rows that decode; a prompt alone gets but one chunk of it.
     rows_s = costs.step_s + costs.row_s * num_decoding + costs.row_context_s * decode_context_tokens
-    token_s = costs.token_s + rows_s / bounds.max_num_batched_tokens
-    wait_s = token_s * num_prefill_tokens + costs.context_s * prefill_work / 2
+    chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
+    num_lanes = max(1, bounds.max_num_batched_tokens // chunk)
+    rows_token_s = rows_s / (chunk if num_lanes > 1 else bounds.max_num_batched_tokens)
+    queue = _in_line(
+        (num_prefill_tokens, costs.token_s * num_prefill_tokens + costs.context_s * prefill_work / 2),
+        (longest[0], costs.token_s * longest[0] + costs.context_s * longest[1] / 2),
+        num_lanes,
+        rows_token_s,
+    )
+    token_s = costs.token_s + rows_token_s
     num_others = num_prefilling + num_decoding
     row_s = costs.step_s + costs.row_s * (num_others + 1) + costs.row_context_s * decode_context_tokens
+    start_s, wait_s = queue.start_s, queue.wait_s
     num_too_many = num_others + 1 - bounds.max_num_seqs
     if num_too_many > 0:
-        wait_s += num_too_many * num_output_tokens * row_s / bounds.max_num_seqs
-    longest_s = min(wait_s, token_s * longest[0] + costs.context_s * longest[1] / 2)
-    start_s, beside_s = _in_line(wait_s, longest_s, bounds.max_num_batched_tokens // bounds.max_chunk_tokens)
-    chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
+        row_wait_s = num_too_many * num_output_tokens * row_s / bounds.max_num_seqs
+        start_s, wait_s = start_s + row_wait_s, wait_s + row_wait_s
     context = prefill_work / 2 / num_prefill_tokens if num_prefill_tokens else 0.0
     pressure = _pressure(config, recent_work_s, hot_tokens / bounds.token_capacity)
     stall = config.stall_weight * num_decoding
@@ -139,12 +147,18 @@ def standing_of(
     stall_tokens = num_output_tokens / 2 * chunk
     decode_s = config.decode_weight * (row_s + costs.row_s * num_others)
     decode_context_s = config.decode_weight * costs.row_context_s * (1 + num_others)
+    # Steps that are planned already come first.
+    if num_prefilling:
+        start_s = max(start_s, min(wait_s, LAT * chunk * (token_s + costs.context_s * context)))
+    elif num_decoding:
+        start_s = max(start_s, LAT * (row_s - costs.row_s))
     return Standing(
         line=(start_s, token_s, costs.context_s, 1.0 + pressure, stall, stall_tokens, decode_s, decode_context_s),
         wait_s=wait_s,
         start_s=start_s,
-        beside_s=beside_s,
+        beside_s=queue.beside_s,
         token_s=token_s,
+        rows_token_s=rows_token_s,
         context_s=costs.context_s,
         mixed_step_s=chunk * (token_s + costs.context_s * context),
         decode_step_s=row_s,
@@ -180,7 +194,7 @@ def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
     """All terms of one Mac; they add up to `base_s` and `beside_s`."""
     own_s = prefill_s(standing, num_matched, num_tokens)
-    ahead = _ahead(standing, own_s, num_held, num_matched, num_output)
+    ahead = _ahead(standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output)
     held_up = min(1.0, standing.stall_tokens / (num_tokens - num_matched)) if num_tokens > num_matched else 0.0
     return Terms(
         wait_s=standing.start_s + ahead.wait_s,
@@ -211,8 +225,12 @@ def base_s(
 def beside_s(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> float:
     """What other prompts under way there add to it; below 0 if they compute something for it."""
     own_s = prefill_s(standing, num_matched, num_tokens)
-    ahead = _ahead(standing, own_s, num_held, num_matched, num_output)
+    ahead = _ahead(standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output)
     return ahead.wait_s - ahead.shared_s * standing.sibling_weight + ahead.abreast_s + ahead.slowed_s
+
+
+import os
+LAT = float(os.environ.get('LAT', '1.5'))
 
 
 class _Ahead(NamedTuple):
@@ -242,12 +260,23 @@ def _ahead(standing: Standing, own_s: float, num_held: int, num_matched: int, nu
 _NOBODY_AHEAD = _Ahead(0.0, 0.0, 0.0, 0.0)
 
 
-def _in_line(wait_s: float, longest_s: float, num_abreast: int) -> tuple[float, float]:
-    """Seconds until a new prompt gets its share of the steps, and from then on until the longest one has been computed.
+class _Line(NamedTuple):
+    """Until a prompt gets its share of the steps; until all are computed; what is left of the longest in between."""
 
-    As if all but the longest went through the other lanes first.
-    """
-    rest_s = wait_s - longest_s
-    if num_abreast < 2 or rest_s >= (num_abreast - 1) * longest_s:
-        return wait_s, 0.0
-    return rest_s * num_abreast / (num_abreast - 1), longest_s - rest_s / (num_abreast - 1)
+    start_s: float
+    wait_s: float
+    beside_s: float
+
+
+def _in_line(every: tuple[int, float], longest: tuple[int, float], num_lanes: int, rows_token_s: float) -> _Line:
+    """Each as (tokens, seconds without rows that decode). As if all but the longest went through the other lanes."""
+    num_tokens, seconds = every
+    longest_s = min(longest[1], seconds)
+    rest_s, others = seconds - longest_s, num_lanes - 1
+    if num_lanes < 2 or rest_s >= others * longest_s:
+        wait_s = seconds + num_tokens * rows_token_s / num_lanes
+        return _Line(wait_s, wait_s, 0.0)
+    steps_tokens = (num_tokens - longest[0]) / others
+    start_s = rest_s * num_lanes / others + steps_tokens * rows_token_s
+    beside_s = longest_s - rest_s / others
+    return _Line(start_s, start_s + beside_s + max(0.0, longest[0] - steps_tokens) * rows_token_s, beside_s)
