@@ -1,19 +1,18 @@
-"""The command line: `cidery serve | chat | generate | status | kv | models | simulate`."""
+"""The command line: `cidery serve | chat | generate | status | kv | models | route | simulate`."""
 
 import json
 import logging
-import signal
 import subprocess
 import sys
 from typing import Any
 
 import click
-import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
 from cluster import ray_environment
+from cluster.cli_channel import DEFAULT_ADDRESS, open_channel
 from cluster.cli_types import Bytes, TenantWeight
 from cluster.config import (
     BatchConfig,
@@ -28,12 +27,12 @@ from cluster.errors import CideryError
 from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
 from cluster.models_cli import models
+from cluster.route_cli import route
 from cluster.routing.config import POLICIES as ROUTING_POLICIES
 from cluster.routing.config import RoutingConfig
 from cluster.simulate import simulate
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 # What the wire can carry; the gateway says what it allows.
 _INT32 = click.IntRange(-(2**31), 2**31 - 1)
 
@@ -49,6 +48,7 @@ def main() -> None:
     cidery chat                       talk to it
     cidery status                     what the fleet is doing
     cidery kv plan ./Qwen3-8B         how its KV memory would be cut
+    cidery route explain REQUEST_ID   why a request went where it went
     cidery simulate trace.jsonl       what a fleet would do with these requests
     cidery models supported           which model families run, and how
     """
@@ -57,6 +57,7 @@ def main() -> None:
 main.add_command(kv)
 main.add_command(simulate)
 main.add_command(models)
+main.add_command(route)
 
 
 @main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")
@@ -171,7 +172,7 @@ def chat(
     """Talk to the model: one MESSAGE, or a conversation line by line until an empty one or Ctrl-D."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens)
     history = [inference_pb2.ChatMessage(role="system", content=system)] if system else []
-    with _channel(address) as channel:
+    with open_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         if message is not None:
             _turn(stub, model, history, message, sampling)
@@ -203,7 +204,7 @@ def generate(
     """Continue PROMPT as plain text."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     request = inference_pb2.GenerateRequest(model=model, text=prompt, sampling=sampling)
-    with _channel(address) as channel:
+    with open_channel(address) as channel:
         responses = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
         text, token_ids, completion = [], [], {}
         for response in responses:
@@ -222,7 +223,7 @@ def generate(
 @click.option("--json", "as_json", is_flag=True, help="The admin API's answer.")
 def status(address: str, as_json: bool) -> None:
     """Show every Mac: state, requests, KV blocks, cache hits."""
-    with _channel(address) as channel:
+    with open_channel(address) as channel:
         fleet = admin_pb2_grpc.AdminServiceStub(channel).GetFleet(admin_pb2.GetFleetRequest(), timeout=10)
     if as_json:
         click.echo(
@@ -293,23 +294,3 @@ def _turn(
             click.echo(response.chunk.text, nl=False)
     click.echo()
     history.append(inference_pb2.ChatMessage(role="assistant", content="".join(answer)))
-
-
-class _channel:  # noqa: N801 - reads as a function
-    """An open channel; a call that fails ends the command with the gateway's own words."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._channel = grpc.insecure_channel(address)
-
-    def __enter__(self) -> grpc.Channel:
-        # Ctrl-C must end a running call, not wait for it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return self._channel
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._channel.close()
-        if isinstance(error, grpc.RpcError):
-            hint = f" (is `cidery serve` running at {self._address}?)"
-            code = error.code()
-            raise click.ClickException(f"{error.details()}{hint if code is grpc.StatusCode.UNAVAILABLE else ''}")

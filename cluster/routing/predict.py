@@ -194,7 +194,9 @@ def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
     """All terms of one Mac; they add up to `base_s` and `beside_s`."""
     own_s = prefill_s(standing, num_matched, num_tokens)
-    ahead = _ahead(standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output)
+    ahead = _ahead(
+        standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output
+    )
     held_up = min(1.0, standing.stall_tokens / (num_tokens - num_matched)) if num_tokens > num_matched else 0.0
     return Terms(
         wait_s=standing.start_s + ahead.wait_s,
@@ -225,12 +227,15 @@ def base_s(
 def beside_s(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> float:
     """What other prompts under way there add to it; below 0 if they compute something for it."""
     own_s = prefill_s(standing, num_matched, num_tokens)
-    ahead = _ahead(standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output)
+    ahead = _ahead(
+        standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output
+    )
     return ahead.wait_s - ahead.shared_s * standing.sibling_weight + ahead.abreast_s + ahead.slowed_s
 
 
 import os
-LAT = float(os.environ.get('LAT', '1.5'))
+
+LAT = float(os.environ.get("LAT", "1.5"))
 
 
 class _Ahead(NamedTuple):

@@ -358,8 +358,8 @@ class Simulation:
 
     def _noticed(self, slot: _Slot, epoch: int) -> None:
         """The gateway has heard nothing of it for so long that it is taken for lost."""
-        if self.router.knows(slot.spec.name, epoch):
-            self.router.lost(slot.spec.name)
+        if self.router.macs.knows(slot.spec.name, epoch):
+            self.router.macs.lost(slot.spec.name)
         self._move_all(slot)
 
     def _come_back(self, slot: _Slot) -> None:
