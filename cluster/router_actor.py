@@ -203,8 +203,9 @@ class RouterActor:
 
     async def note(self, notes: RequestNotes) -> None:
         """Progress of many requests at once."""
+        now_s = time.monotonic()
         for request_id, num_cached_tokens in notes.first_token:
-            if self._router.first_token(request_id, num_cached_tokens):
+            if self._router.first_token(request_id, num_cached_tokens, now_s):
                 explained = self._router.explain(request_id)
                 mac = explained.decision.mac if explained.decision else ""
                 log.error("cache hits on a mac are not as predicted mac=%s request_id=%s", mac, request_id)

@@ -16,14 +16,18 @@ class Booking:
 
     __slots__ = (
         "block_hashes",
+        "booked_at_s",
         "expires_at_s",
+        "factor",
         "has_first_token",
         "is_prediction",
         "num_done_tokens",
         "num_predicted_tokens",
         "num_tokens",
         "pending",
+        "predicted_s",
         "request_id",
+        "serial",
         "slot",
     )
 
@@ -37,6 +41,9 @@ class Booking:
         expires_at_s: float,
         *,
         is_prediction: bool = True,
+        booked_at_s: float = 0.0,
+        predicted_s: float = 0.0,
+        factor: float = 1.0,
     ) -> None:
         self.request_id = request_id
         self.slot = slot
@@ -47,6 +54,12 @@ class Booking:
         self.expires_at_s = expires_at_s
         # Whether what it would find was known when it was booked.
         self.is_prediction = is_prediction
+        # When it was booked, how long its first token would take from then on, and by which correction of the speeds.
+        self.booked_at_s = booked_at_s
+        self.predicted_s = predicted_s
+        self.factor = factor
+        # Its number among those of its slot.
+        self.serial = 0
         self.has_first_token = False
         self.pending: PendingNode | None = None
 
@@ -67,18 +80,22 @@ class LoadBook:
         self.decode_context_tokens: list[int] = []
         self._bookings: dict[str, Booking] = {}
         self._prefilling: list[dict[str, Booking]] = []
+        self._num_booked: list[int] = []
 
     def add_slot(self) -> None:
         """One more Mac."""
         for totals in self._totals():
             totals.append(0)
         self._prefilling.append({})
+        self._num_booked.append(0)
 
     def book(self, booking: Booking) -> None:
         """In place of the request's earlier booking, if any."""
         self.release(booking.request_id)
         self._bookings[booking.request_id] = booking
         self._prefilling[booking.slot][booking.request_id] = booking
+        self._num_booked[booking.slot] += 1
+        booking.serial = self._num_booked[booking.slot]
         if booking.block_hashes:
             booking.pending = self.pending.add(booking.slot, booking.block_hashes)
         self._count(booking, 1)
@@ -86,6 +103,10 @@ class LoadBook:
     def get(self, request_id: str) -> Booking | None:
         """The request's booking, if it has one."""
         return self._bookings.get(request_id)
+
+    def is_latest(self, booking: Booking) -> bool:
+        """Whether nothing has been booked on its Mac since."""
+        return booking.serial == self._num_booked[booking.slot]
 
     def progress(self, slot: int, block_size: int, holds: Callable[[int, BlockHash], bool]) -> None:
         """The Mac has announced blocks: prefills booked there may have come further. O(those, and new blocks)."""

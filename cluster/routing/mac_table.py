@@ -198,9 +198,8 @@ class MacTable:
     def expire(self, now_s: float) -> None:
         """Give up the blocks of Macs that have been lost for too long; to be called every second. O(Macs)."""
         for fleet in self._fleets.values():
+            fleet.tick(now_s)
             for member in fleet.members.values():
-                fleet.hot.expire(member.slot, now_s)
-                fleet.touch(member.slot)
                 if member.is_lost and member.lost_since_s is None:
                     member.lost_since_s = now_s
                 if member.lost_since_s is not None and now_s - member.lost_since_s >= _KEEP_LOST_S:

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 from cluster.kv.layout import KVGroup
 from cluster.routing.config import RoutingConfig
+from cluster.routing.correction import SpeedCorrection
 from cluster.routing.decision import Decision, RouteQuery, Trace
 from cluster.routing.drift import DriftBook
+from cluster.routing.history import BookingHistory
 from cluster.routing.hot_set import HotSets
 from cluster.routing.index import Match, PrefixIndex
 from cluster.routing.load import Booking, LoadBook
 from cluster.routing.mac import MacInfo, MacState, MacStatus
 from cluster.routing.match import Depths
-from cluster.routing.policy import WORK_HALF_LIFE_S, Policy, View
+from cluster.routing.policy import Policy, View
 from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of, terms_of
-from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs
+from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs, shape_of
 
 # Weight of one answer's length in the usual one.
 _OUTPUT_GAIN = 0.02
@@ -32,6 +34,7 @@ class Member:
     slot: int
     speed: StepModel
     drift: DriftBook
+    correction: SpeedCorrection
     is_lost: bool = False
     # When the router first looked at its clock after the loss.
     lost_since_s: float | None = None
@@ -40,6 +43,15 @@ class Member:
     note: str = ""
     # Requests that it runs beyond those booked here: a restarted router doesn't know its bookings.
     num_foreign: int = 0
+
+    # What it has not learnt yet is as with the fleet's other Macs.
+    shape: Sequence[float] | None = None
+
+    @property
+    def costs(self) -> StepCosts:
+        """As its reports say, corrected by how long its first tokens took."""
+        costs = self.speed.costs if self.shape is None else self.speed.costs_in(self.shape)
+        return costs.times(self.correction.factor)
 
     def state(self, index: PrefixIndex) -> MacState:
         """See MacState."""
@@ -64,6 +76,7 @@ class ModelFleet:
         self.index = PrefixIndex(info.groups, info.block_size)
         self.loads = LoadBook()
         self.hot = HotSets(config.hot_horizon_s)
+        self.history = BookingHistory()
         self.open_mask = 0
         self.num_output_tokens = float(config.expected_output_tokens)
         self._config = config
@@ -74,12 +87,7 @@ class ModelFleet:
         self._stale: set[int] = set()
         self._open_slots: tuple[int, ...] = ()
         self._least_max_model_len = 0
-        self._recent_work_s: list[float] = []
-        self._worked_at_s: list[float] = []
-        self._last_booking: list[int] = []
-        self._num_bookings = 0
         self._has_unobserved = True
-        self._sessions: dict[str, int] = {}
         self._kinds = tuple((group.group_id, kind_of(group)) for group in info.groups)
 
     # Membership.
@@ -94,13 +102,9 @@ class ModelFleet:
             self.loads.add_slot()
             self.hot.add_slot()
             self._standings.append(_NOBODY)
-            for values in (self._recent_work_s, self._worked_at_s):
-                values.append(0.0)
-            self._last_booking.append(0)
-        member = Member(info, slot, StepModel(self._assumed_costs()), DriftBook())
+            self.history.add_slot()
+        member = Member(info, slot, StepModel(self._assumed_costs()), DriftBook(), SpeedCorrection())
         self.members[info.name] = self._by_slot[slot] = member
-        self._recent_work_s[slot] = self._worked_at_s[slot] = 0.0
-        self._last_booking[slot] = 0
         self._has_unobserved = True
         self.index.open(slot)
         self.refresh()
@@ -112,7 +116,7 @@ class ModelFleet:
         dropped = self.end_incarnation(member)
         self.index.close(member.slot)
         self._by_slot[member.slot] = None
-        self._sessions = {session: slot for session, slot in self._sessions.items() if slot != member.slot}
+        self.history.clear(member.slot)
         self.refresh()
         return dropped
 
@@ -162,14 +166,23 @@ class ModelFleet:
             self._stale.update(unobserved)
             self._has_unobserved = bool(unobserved)
 
+    def tick(self, now_s: float) -> None:
+        """To be called every second: what is learnt of some Macs and not yet of others, and what fades. O(Macs)."""
+        observed = [each for each in self.members.values() if each.speed.num_observed]
+        shape = shape_of([each.speed for each in observed]) if observed else None
+        for member in self.members.values():
+            member.shape = shape if member.speed.num_observed else None
+            self.hot.expire(member.slot, now_s)
+            self._stale.add(member.slot)
+
     def status(self, member: Member) -> MacStatus:
         """One row of the fleet."""
         return MacStatus(
             info=member.info,
             state=member.state(self.index),
             load=self.loads.load(member.slot),
-            prefill_tokens_per_s=member.speed.costs.prefill_tokens_per_s,
-            decode_step_s=member.speed.costs.decode_step_s,
+            prefill_tokens_per_s=member.costs.prefill_tokens_per_s,
+            decode_step_s=member.costs.decode_step_s,
             hot_tokens=self.hot.num_blocks[member.slot] * self.block_size,
             drift=member.drift.counts(),
             note=member.note,
@@ -195,9 +208,9 @@ class ModelFleet:
             num_tokens=query.num_tokens,
             num_output=min(query.max_tokens, self.num_output_tokens),
             block_size=self.block_size,
-            recent_work_s=self._recent_work_s,
-            last_booking=self._last_booking,
-            hint=self._sessions.get(query.session, -1) if query.session else -1,
+            recent_work_s=self.history.work_s,
+            last_booking=self.history.last_booking,
+            hint=self.history.slot_of(query.session),
         )
         soonest_s = None
         if query.deadline_s is not None and open_slots:
@@ -215,8 +228,7 @@ class ModelFleet:
             num_matched_tokens=num_matched[slot],
             decided_at_s=now_s,
         )
-        row_s = member.speed.costs.row_s + member.speed.costs.row_context_s * query.num_tokens
-        cost_s = prefill_s(view.standings[slot], num_matched[slot], query.num_tokens) + view.num_output * row_s
+        cost_s = _work_s(view, slot, num_matched[slot])
         policy = self._config.policy
         return Trace(view, match, self._names, closed, self._kinds, policy, cost_s, decision=decision)
 
@@ -227,6 +239,8 @@ class ModelFleet:
         slot, num_matched = member.slot, trace.decision.num_matched_tokens
         # Without a prefix cache nothing of it can be shared, or is ever announced.
         hashes = query.block_hashes if member.info.is_caching else ()
+        view = trace.view
+        terms = terms_of(view.standings[slot], view.num_held[slot], num_matched, query.num_tokens, view.num_output)
         self.loads.book(
             Booking(
                 query.request_id,
@@ -236,26 +250,23 @@ class ModelFleet:
                 num_matched,
                 now_s + self._config.lease_s,
                 is_prediction=self.index.is_synced(slot),
+                booked_at_s=now_s,
+                # What others compute for it comes when they have their turn.
+                predicted_s=terms.first_token_s if view.num_matched[slot] == view.num_held[slot] else 0.0,
+                factor=member.correction.factor,
             )
         )
         self.hot.touch(slot, hashes, num_matched // self.block_size, now_s)
         self.hot.expire(slot, now_s)
-        self._num_bookings += 1
-        self._last_booking[slot] = self._num_bookings
-        standing = self._standings[slot]
-        work_s = prefill_s(standing, num_matched, query.num_tokens) + trace.view.num_output * (
-            standing.row_s + standing.row_context_s * query.num_tokens
-        )
-        faded = 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S)
-        self._recent_work_s[slot] = self._recent_work_s[slot] * faded + work_s
-        self._worked_at_s[slot] = now_s
+        self.history.book(slot, query.session, trace.cost_s, now_s)
         self._stale.add(slot)
-        if query.session:
-            # The newest last, so that the oldest can be forgotten.
-            self._sessions.pop(query.session, None)
-            self._sessions[query.session] = slot
-            if len(self._sessions) > _MAX_SESSIONS:
-                del self._sessions[next(iter(self._sessions))]
+
+    def first_token(self, booking: Booking, num_cached_tokens: int, now_s: float) -> bool:
+        """Compare a request's first token with what was predicted; whether its Mac's hits are off too much by now."""
+        member = self.at(booking.slot)
+        if num_cached_tokens == booking.num_predicted_tokens and self.loads.is_latest(booking):
+            member.correction.observe(booking.predicted_s, booking.factor, now_s - booking.booked_at_s)
+        return member.drift.observe(booking.num_tokens, booking.num_predicted_tokens, num_cached_tokens)
 
     def observe_output(self, num_tokens: int) -> None:
         """An answer has ended with so many tokens."""
@@ -266,6 +277,7 @@ class ModelFleet:
         self.index.check()
         self.loads.check()
         self.hot.check()
+        self.history.check()
         for name, member in self.members.items():
             assert member.info.name == name
             assert self._by_slot[member.slot] is member
@@ -273,11 +285,10 @@ class ModelFleet:
             is_open = member.state(self.index) in (MacState.READY, MacState.STARTING)
             assert is_open == bool(self.open_mask >> member.slot & 1), f"{name} is filed as another state"
         assert sum(each is not None for each in self._by_slot) == len(self.members)
-        assert len(self._sessions) <= _MAX_SESSIONS
 
     def _assumed_costs(self) -> StepCosts:
         """A Mac that has not reported is taken for an average one, so that it gets its first work."""
-        known = [each.speed.costs for each in self.members.values() if each.speed.num_observed]
+        known = [each.costs for each in self.members.values() if each.speed.num_observed]
         if not known:
             return assumed_costs(self._config.default_prefill_tokens_per_s)
         return StepCosts(
@@ -291,7 +302,7 @@ class ModelFleet:
             if member is None:
                 self._standings[slot] = _NOBODY
                 continue
-            loads, costs = self.loads, member.speed.costs
+            loads, costs = self.loads, member.costs
             if not member.speed.num_observed:
                 assumed = costs = assumed or self._assumed_costs()
             self._standings[slot] = standing_of(
@@ -311,7 +322,7 @@ class ModelFleet:
                 decode_context_tokens=loads.decode_context_tokens[slot],
                 hot_tokens=self.hot.num_blocks[slot] * self.block_size,
                 num_output_tokens=self.num_output_tokens,
-                recent_work_s=self._recent_work_s[slot] * 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S),
+                recent_work_s=self.history.recent_work_s(slot, now_s),
             )
         self._stale.clear()
 
@@ -382,7 +393,6 @@ class ModelFleet:
         return num_held if num_matched is None else num_matched
 
 
-_MAX_SESSIONS = 16_384
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
 _NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 15, 0, 0, 0, 0, 1)
@@ -392,6 +402,13 @@ _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacStat
 def kind_of(group: KVGroup) -> str:
     """A group's kind, for people."""
     return type(group.spec).__name__.removesuffix("Spec")
+
+
+def _work_s(view: View, slot: int, num_matched: int) -> float:
+    """Mac time that the request takes there: its prefill and its row."""
+    standing = view.standings[slot]
+    row_s = standing.row_s + standing.row_context_s * view.num_tokens
+    return prefill_s(standing, num_matched, view.num_tokens) + view.num_output * row_s
 
 
 def _by_slot(depths: Depths, num_slots: int) -> list[int]:

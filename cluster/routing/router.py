@@ -75,8 +75,8 @@ class Router:
         """Whether the request has a Mac."""
         return request_id in self._model_of_request
 
-    def first_token(self, request_id: str, num_cached_tokens: int | None = None) -> bool:
-        """The request's prefill is done, and so many of its tokens were in its Mac's cache.
+    def first_token(self, request_id: str, num_cached_tokens: int | None = None, now_s: float = 0.0) -> bool:
+        """The request's prefill is done now, and so many of its tokens were in its Mac's cache.
 
         Returns whether its Mac's cache has just been found to differ too much from what is predicted.
         """
@@ -88,8 +88,7 @@ class Router:
         fleet.touch(booking.slot)
         if num_cached_tokens is None or not booking.is_prediction:
             return False
-        drift = fleet.at(booking.slot).drift
-        return drift.observe(booking.num_tokens, booking.num_predicted_tokens, num_cached_tokens)
+        return fleet.first_token(booking, num_cached_tokens, now_s)
 
     def release(self, request_id: str, num_output_tokens: int | None = None) -> None:
         """The request has ended: finished (after so many tokens), cancelled, failed or given up by its Mac."""

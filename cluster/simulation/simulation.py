@@ -337,7 +337,7 @@ class Simulation:
             self._timeline.after(self._trace.requests[index].delay_s, self._arrive, index)
 
     def _note_first_token(self, request_id: str, num_cached_tokens: int) -> None:
-        self.router.first_token(request_id, num_cached_tokens)
+        self.router.first_token(request_id, num_cached_tokens, self._timeline.now_s)
         self._dispatch()
 
     def _note_end(self, request_id: str, num_output_tokens: int | None) -> None:

@@ -641,11 +641,11 @@ class TestLearning:
         assert fleet.route(prompt_of((2, 10)), session="s").mac != first.mac
 
     def test_the_oldest_sessions_are_forgotten(self, fleet, prompt_of, monkeypatch) -> None:
-        monkeypatch.setattr("cluster.routing.model_fleet._MAX_SESSIONS", 2)
+        monkeypatch.setattr("cluster.routing.history.MAX_SESSIONS", 2)
         fleet.add("a")
         for number in range(4):
             fleet.route(prompt_of((number, 10)), session=f"s{number}")
-        assert list(fleet.router.macs._fleets["tiny"]._sessions) == ["s2", "s3"]
+        assert list(fleet.router.macs._fleets["tiny"].history._sessions) == ["s2", "s3"]
 
 
 @pytest.mark.parametrize(
