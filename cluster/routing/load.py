@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.kv.hashing import BlockHash
 from cluster.routing.mac import MacLoad
-from cluster.routing.pending import PendingChains, PendingNode
+from cluster.routing.pending import PendingChains, PendingNode, num_common
 
 
 class Booking:
@@ -21,6 +21,7 @@ class Booking:
         "factor",
         "has_first_token",
         "is_prediction",
+        "num_ahead_tokens",
         "num_done_tokens",
         "num_predicted_tokens",
         "num_tokens",
@@ -29,6 +30,7 @@ class Booking:
         "request_id",
         "serial",
         "slot",
+        "stop_depth",
     )
 
     def __init__(
@@ -44,6 +46,8 @@ class Booking:
         booked_at_s: float = 0.0,
         predicted_s: float = 0.0,
         factor: float = 1.0,
+        num_ahead_tokens: int = 0,
+        stop_depth: int = 0,
     ) -> None:
         self.request_id = request_id
         self.slot = slot
@@ -58,6 +62,9 @@ class Booking:
         self.booked_at_s = booked_at_s
         self.predicted_s = predicted_s
         self.factor = factor
+        # It may be so much further than its Mac has announced, and stops at a block to keep a state; 0: nowhere.
+        self.num_ahead_tokens = num_ahead_tokens
+        self.stop_depth = stop_depth
         # Its number among those of its slot.
         self.serial = 0
         self.has_first_token = False
@@ -156,6 +163,23 @@ class LoadBook:
             num_prefill_tokens=self.num_prefill_tokens[slot],
             num_decoding=self.num_decoding[slot],
         )
+
+    def num_to_come(self, slot: int, hashes: Sequence[BlockHash], block_size: int) -> int:
+        """How many blocks of a prompt others there share and have yet to compute. O(prompts under way there).
+
+        Only where one has not passed the place at which they part will it keep there what only lives at places (a
+        state, a window), or where it stops anyway; what it has kept before, its Mac has told.
+        """
+        most = 0
+        for booking in self._prefilling[slot].values():
+            if booking.pending is not None and booking.block_hashes[0] == hashes[0]:
+                high = min(len(booking.block_hashes), len(hashes))
+                depth = num_common(booking.block_hashes, hashes, 1, high)
+                if depth * block_size > booking.num_done_tokens + booking.num_ahead_tokens:
+                    most = max(most, depth)
+                elif depth >= booking.stop_depth >= booking.num_done_tokens // block_size:
+                    most = max(most, booking.stop_depth)
+        return most
 
     def longest(self, slot: int) -> tuple[int, int]:
         """Tokens and work of the prompt there that has most tokens left. O(prompts under way there)."""

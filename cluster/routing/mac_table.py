@@ -14,7 +14,8 @@ from cluster.routing.errors import UnknownMac
 from cluster.routing.index import Applied
 from cluster.routing.load import Booking
 from cluster.routing.mac import MacInfo
-from cluster.routing.model_fleet import Member, ModelFleet
+from cluster.routing.member import Member
+from cluster.routing.model_fleet import ModelFleet
 from cluster.routing.policy import Policy
 from cluster.routing.speed import StepSample
 

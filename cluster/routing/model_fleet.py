@@ -5,63 +5,25 @@ keeps its slot from joining to leaving; slots of Macs that left are used again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from cluster.kv.layout import KVGroup
+from cluster.kv.spec import ChunkedLocalSpec, RecurrentStateSpec, SlidingWindowSpec
 from cluster.routing.config import RoutingConfig
 from cluster.routing.correction import SpeedCorrection
 from cluster.routing.decision import Decision, RouteQuery, Trace
 from cluster.routing.drift import DriftBook
 from cluster.routing.history import BookingHistory
+from cluster.routing.hits import by_slot, parting, with_pending
 from cluster.routing.hot_set import HotSets
-from cluster.routing.index import Match, PrefixIndex
+from cluster.routing.index import PrefixIndex
 from cluster.routing.load import Booking, LoadBook
-from cluster.routing.mac import MacInfo, MacState, MacStatus
-from cluster.routing.match import Depths
+from cluster.routing.mac import MacInfo, MacState, MacStatus, kind_of
+from cluster.routing.member import Member
 from cluster.routing.policy import Policy, View
 from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of, terms_of
 from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs, shape_of
 
 # Weight of one answer's length in the usual one.
 _OUTPUT_GAIN = 0.02
-
-
-@dataclass(slots=True)
-class Member:
-    """One Mac in its slot."""
-
-    info: MacInfo
-    slot: int
-    speed: StepModel
-    drift: DriftBook
-    correction: SpeedCorrection
-    is_lost: bool = False
-    # When the router first looked at its clock after the loss.
-    lost_since_s: float | None = None
-    is_draining: bool = False
-    is_cordoned: bool = False
-    note: str = ""
-    # Requests that it runs beyond those booked here: a restarted router doesn't know its bookings.
-    num_foreign: int = 0
-
-    # What it has not learnt yet is as with the fleet's other Macs.
-    shape: Sequence[float] | None = None
-
-    @property
-    def costs(self) -> StepCosts:
-        """As its reports say, corrected by how long its first tokens took."""
-        costs = self.speed.costs if self.shape is None else self.speed.costs_in(self.shape)
-        return costs.times(self.correction.factor)
-
-    def state(self, index: PrefixIndex) -> MacState:
-        """See MacState."""
-        if self.is_lost:
-            return MacState.LOST
-        if self.is_draining:
-            return MacState.DRAINING
-        if self.is_cordoned:
-            return MacState.CORDONED
-        return MacState.READY if index.is_known(self.slot) else MacState.STARTING
 
 
 class ModelFleet:
@@ -88,6 +50,8 @@ class ModelFleet:
         self._open_slots: tuple[int, ...] = ()
         self._least_max_model_len = 0
         self._has_unobserved = True
+        # Whether there is more to a place than its content: a state or a window.
+        self._keeps_ends = any(isinstance(group.spec, _WITH_ENDS) for group in info.groups)
         self._kinds = tuple((group.group_id, kind_of(group)) for group in info.groups)
 
     # Membership.
@@ -196,10 +160,18 @@ class ModelFleet:
         open_slots, closed = self._eligible(query)
         match = self.index.match(query.block_hashes, query.num_tokens, -1)
         num_slots = len(self._by_slot)
-        num_held = _by_slot(match.resumable, num_slots)
+        num_held = by_slot(match.resumable, num_slots)
         num_matched: Sequence[int] = num_held
         if self._policy.counts_pending and self.loads.pending:
-            num_matched = self._with_pending(num_held, match, query)
+            num_matched = with_pending(
+                num_held,
+                match,
+                self.loads,
+                query.block_hashes,
+                query.num_tokens,
+                self.block_size,
+                keeps_ends=self._keeps_ends,
+            )
         view = View(
             open_slots=open_slots,
             standings=self._standings.copy(),
@@ -254,6 +226,8 @@ class ModelFleet:
                 # What others compute for it comes when they have their turn.
                 predicted_s=terms.first_token_s if view.num_matched[slot] == view.num_held[slot] else 0.0,
                 factor=member.correction.factor,
+                num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_chunk_tokens + self.block_size,
+                stop_depth=parting(trace.match, slot),
             )
         )
         self.hot.touch(slot, hashes, num_matched // self.block_size, now_s)
@@ -372,36 +346,14 @@ class ModelFleet:
         open_slots = tuple(slot for slot in view.open_slots if slot not in late)
         return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
 
-    def _with_pending(self, num_held: Sequence[int], match: Match, query: RouteQuery) -> Sequence[int]:
-        """What prompts under way will have computed too; of a whole prompt, its last token still runs.
 
-        The same list if that is nowhere more than what is held.
-        """
-        size, most = self.block_size, (query.num_tokens - 1) // self.block_size * self.block_size
-        num_matched = None
-        for mask, depth in self.loads.pending.match(query.block_hashes, -1):
-            num_tokens = min(depth * size, most)
-            for held_mask, held_tokens in match.resumable:
-                if held_tokens >= num_tokens:
-                    mask &= ~held_mask
-            if mask and num_matched is None:
-                num_matched = list(num_held)
-            while mask and num_matched is not None:
-                lowest = mask & -mask
-                num_matched[lowest.bit_length() - 1] = num_tokens
-                mask ^= lowest
-        return num_held if num_matched is None else num_matched
-
-
+# A Mac has planned so many steps that it has not told of yet, and tells of whole blocks.
+_PLANS_IN_FLIGHT = 2
+_WITH_ENDS = (SlidingWindowSpec, ChunkedLocalSpec, RecurrentStateSpec)
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
 _NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 15, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
-
-
-def kind_of(group: KVGroup) -> str:
-    """A group's kind, for people."""
-    return type(group.spec).__name__.removesuffix("Spec")
 
 
 def _work_s(view: View, slot: int, num_matched: int) -> float:
@@ -409,22 +361,3 @@ def _work_s(view: View, slot: int, num_matched: int) -> float:
     standing = view.standings[slot]
     row_s = standing.row_s + standing.row_context_s * view.num_tokens
     return prefill_s(standing, num_matched, view.num_tokens) + view.num_output * row_s
-
-
-def _by_slot(depths: Depths, num_slots: int) -> list[int]:
-    """Depths of all slots, 0 where there is none. The commonest depth is filled in at once."""
-    every = (1 << num_slots) - 1
-    rest = every
-    for mask, _ in depths:
-        rest &= ~mask
-    sets = [*depths, (rest, 0)]
-    common_mask, common = max(sets, key=lambda each: each[0].bit_count())
-    values = [common] * num_slots
-    for mask, depth in sets:
-        if mask is common_mask:
-            continue
-        while mask:
-            lowest = mask & -mask
-            values[lowest.bit_length() - 1] = depth
-            mask ^= lowest
-    return values

@@ -29,6 +29,8 @@ from cluster.routing.speed import StepCosts
 # comes later waits busy / (1 - busy) seconds for each second of it, as in a queue.
 _BUSY_S = 86.6
 _MOST_BUSY = 0.85
+# What a new prompt finds planned when it comes: the step that runs, half of it on average, and the next one.
+_PLANNED_STEPS = 1.5
 
 
 class Standing(NamedTuple):
@@ -149,9 +151,9 @@ def standing_of(
     decode_context_s = config.decode_weight * costs.row_context_s * (1 + num_others)
     # Steps that are planned already come first.
     if num_prefilling:
-        start_s = max(start_s, min(wait_s, LAT * chunk * (token_s + costs.context_s * context)))
+        start_s = max(start_s, min(wait_s, _PLANNED_STEPS * chunk * (token_s + costs.context_s * context)))
     elif num_decoding:
-        start_s = max(start_s, LAT * (row_s - costs.row_s))
+        start_s = max(start_s, _PLANNED_STEPS * (row_s - costs.row_s))
     return Standing(
         line=(start_s, token_s, costs.context_s, 1.0 + pressure, stall, stall_tokens, decode_s, decode_context_s),
         wait_s=wait_s,
@@ -231,11 +233,6 @@ def beside_s(standing: Standing, num_held: int, num_matched: int, num_tokens: in
         standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output
     )
     return ahead.wait_s - ahead.shared_s * standing.sibling_weight + ahead.abreast_s + ahead.slowed_s
-
-
-import os
-
-LAT = float(os.environ.get("LAT", "1.5"))
 
 
 class _Ahead(NamedTuple):

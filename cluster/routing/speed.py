@@ -124,7 +124,7 @@ class StepModel:
     def certainties(self) -> tuple[float, ...]:
         """How much of each weight has been learnt, from 0 to 1: no short prompt tells what long contexts cost."""
         return tuple(
-            max(0.0, 1.0 - row[index] / most)
+            max(0.0, 1.0 - row[index] / most) if most else 1.0
             for index, (row, most) in enumerate(zip(self._spread, self._most, strict=True))
         )
 
@@ -134,7 +134,7 @@ class StepModel:
         return StepCosts(
             *(
                 certainty * weight + (1.0 - certainty) * share * token_s
-                for certainty, weight, share in zip(self.certainties, self._weights, shape, strict=True)
+                for certainty, weight, share in zip(self.certainties, self.costs.weights, shape, strict=True)
             )
         )
 

@@ -59,8 +59,8 @@ class TestTerms:
     def test_an_idle_mac_costs_its_prefill_and_its_answer(self) -> None:
         terms = terms_of(standing(), 400, 400, 1_000, 100.0)
         assert (terms.wait_s, terms.shared_s, terms.stall_s, terms.pressure_s) == (0.0, 0.0, 0.0, 0.0)
-        # 600 tokens at 1 ms and their share of two steps, behind 700 tokens on average.
-        assert terms.prefill_s == pytest.approx(600 * (0.001 + 0.010 / 500 + 700e-6))
+        # 600 tokens at 1 ms, in steps of 250, behind 700 tokens on average.
+        assert terms.prefill_s == pytest.approx(600 * (0.001 + 0.010 / 250 + 700e-6))
         assert terms.decode_s == pytest.approx(100 * (0.010 + 0.002 + 1_000e-6))
         assert terms.first_token_s == terms.prefill_s
         assert terms.total_s == pytest.approx(terms.prefill_s + terms.decode_s)
@@ -73,7 +73,7 @@ class TestTerms:
     def test_rows_that_decode_slow_prefill_and_are_held_up(self) -> None:
         terms = terms_of(standing(num_decoding=2, decode_context_tokens=4_000), 0, 0, 500, 0.0)
         rows_s = 0.010 + 2 * 0.002 + 4_000e-6
-        assert terms.prefill_s == pytest.approx(500 * (0.001 + rows_s / 500 + 250e-6))
+        assert terms.prefill_s == pytest.approx(500 * (0.001 + rows_s / 250 + 250e-6))
         assert terms.stall_s == pytest.approx(0.5 * 2 * terms.prefill_s)
 
     def test_a_row_costs_itself_and_the_others(self) -> None:
@@ -121,8 +121,9 @@ class TestTerms:
             costs=flat, num_prefilling=1, num_prefill_tokens=2_000, prefill_work=2_000**2, longest=(2_000, 2_000**2)
         )
         terms = terms_of(busy, 0, 0, 500, 100.0)
-        # 1.5 s of it are left then, in steps of 250 ms.
-        assert terms.decode_s == pytest.approx(1.5)
+        # It begins after a step and a half of 250 ms and takes half of those that follow: 1.125 s are left then.
+        assert terms.first_token_s == pytest.approx(1.375)
+        assert terms.decode_s == pytest.approx(1.125)
         assert terms_of(busy, 0, 0, 500, 2.0).decode_s == pytest.approx(2 * 0.25)
 
     def test_what_is_busy_costs_those_who_come_later(self) -> None:

@@ -15,7 +15,7 @@ from cluster.routing.errors import IncompatibleMac, NoMacAvailable, UnknownMac, 
 from cluster.routing.index import Applied
 from cluster.routing.mac import MacState
 from cluster.routing.router import NUM_DECISIONS_KEPT, Router
-from cluster.routing.speed import StepSample
+from cluster.routing.speed import StepCosts, StepSample
 
 OTHER_ROOT = root_hash(model="other", tokenizer="t", kv_format="f16", block_size=16)
 
@@ -593,6 +593,58 @@ class TestLearning:
         assert (drift.num_actual_tokens, drift.num_error_tokens) == (5 * 319, 5 * 319)
         assert drift.is_alarming
         assert alarms.count(True) == 1
+
+    def test_speeds_that_a_mac_gets_wrong_heal_within_a_few_requests(self, fleet, prompt_of) -> None:
+        """It says that it prefills 1,000 tokens a second; first tokens come twice as soon."""
+        fleet.add("a")
+        for number in range(3):
+            decision = fleet.route(prompt_of((number, 2_000)))
+            fleet.now_s += 1.0
+            fleet.router.first_token(decision.request_id, 0, fleet.now_s)
+            fleet.router.release(decision.request_id)
+        assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(2_000.0)
+        decision = fleet.route(prompt_of((9, 2_000)))
+        assert fleet.candidates(decision)["a"].terms.prefill_s == pytest.approx(1.0)
+
+    def test_first_tokens_that_others_disturbed_tell_nothing_of_a_speed(self, fleet, prompt_of) -> None:
+        prompt = prompt_of((100, 3_200))
+        fleet.add("a")
+        for number in range(12):
+            first = fleet.route(prompt_of((number, 2_000)))
+            fleet.route(prompt_of((number, 1_000), (50 + number, 1_000)), "behind it")
+            fleet.now_s += 4.0
+            fleet.router.first_token(first.request_id, 0, fleet.now_s)
+            # Not what was predicted was cached, for whatever reason.
+            fleet.router.first_token("behind it", 16, fleet.now_s)
+            fleet.router.release(first.request_id)
+            fleet.router.release("behind it")
+        assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(1_000.0)
+        for number in range(12):
+            first = fleet.route(prompt, f"f{number}")
+            sibling = fleet.route([*prompt, number], f"s{number}")
+            assert sibling.num_matched_tokens > 0
+            fleet.router.release(first.request_id)
+            fleet.router.first_token(sibling.request_id, sibling.num_matched_tokens, fleet.now_s + 30.0)
+            fleet.router.release(sibling.request_id)
+        assert fleet.router.fleet()[0].prefill_tokens_per_s == pytest.approx(1_000.0), "it waited for its sibling"
+
+    def test_what_one_mac_has_learnt_of_long_prompts_holds_for_the_others(self, fleet) -> None:
+        """Two Macs measured themselves with a short prompt; then one had long ones."""
+        costs = StepCosts(0.01, 0.0005, 0.0005 / 100_000, 0.001, 1e-7)
+
+        def report(name: str, *shapes: tuple[int, float]) -> None:
+            seconds = [costs.step_s + num * (costs.token_s + costs.context_s * context) for num, context in shapes]
+            samples = [StepSample(*shape, 0, 0, each) for shape, each in zip(shapes, seconds, strict=True)]
+            fleet.router.macs.observe_steps(name, samples)
+
+        for name in ("a", "b"):
+            fleet.router.macs.join(fleet.info(name))
+            report(name, *[(256, 128.0)] * 8)
+        report("a", *[(256, context * 1_000.0) for context in range(60)])
+        member = fleet.router.macs._fleets["tiny"].members["b"]
+        assert member.costs.context_s > 2 * costs.context_s, "as was assumed of all Macs"
+        fleet.router.expire(1.0)
+        assert member.costs.context_s == pytest.approx(costs.context_s, rel=0.25)
 
     def test_a_mac_whose_content_is_not_known_is_not_compared(self, fleet, prompt_of) -> None:
         """A restarted router would else raise an alarm for what it can't know."""
