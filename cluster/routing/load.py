@@ -118,8 +118,9 @@ class LoadBook:
     def progress(self, slot: int, block_size: int, holds: Callable[[int, BlockHash], bool]) -> None:
         """The Mac has announced blocks: prefills booked there may have come further. O(those, and new blocks)."""
         for booking in self._prefilling[slot].values():
-            hashes, depth = booking.block_hashes, booking.num_done_tokens // block_size
-            first = depth
+            hashes = booking.block_hashes
+            # What was there already, but could not be gone on from, is computed again and not announced.
+            first = depth = max(booking.num_done_tokens // block_size, booking.stop_depth)
             while depth < len(hashes) and holds(slot, hashes[depth]):
                 depth += 1
             if depth > first:
@@ -127,7 +128,7 @@ class LoadBook:
                 # One token is left until the first one of the answer is there.
                 booking.num_done_tokens = min(depth * block_size, booking.num_tokens - 1)
                 self._count(booking, 1)
-            if depth == len(hashes):
+            if depth == len(hashes) > booking.stop_depth:
                 self._confirm(booking)
 
     def first_token(self, request_id: str) -> None:

@@ -11,7 +11,8 @@
 
 A step has room for several prompts' chunks, so a short prompt does not wait for one long one: with W seconds booked, L
 of them one prompt's, and two abreast, a new one of n seconds gets its first token after 2 (W - L) + n + min(n, 2 L - W)
-if that prompt is more than half of all, else after W + n.
+if that prompt is more than half of all, else after W + n. Those are seconds of prefill alone; every step takes the rows
+that decode along, and a prompt that runs alone gets but one chunk of a step, so its tokens carry twice as much of them.
 
 What the request shares with a prompt under way (`shared_s`) is taken off the wait, for elsewhere it would have to
 compute the same tokens: so siblings stay together until the rest of the queue costs more than prefilling again. All but
@@ -39,12 +40,13 @@ class Standing(NamedTuple):
     # What `base_s` reads of every Mac, side by side: start_s, token_s, context_s, 1 + pressure, stall, stall_tokens,
     # decode_s, decode_context_s.
     line: tuple[float, float, float, float, float, float, float, float]
-    # All prefill booked there; then, until the request's prompt gets its share of the steps, and until another prompt
-    # no longer takes half of them.
+    # Until all prompts booked there are computed; until the request's prompt gets its share of the steps; what is left
+    # of the longest prompt then, rows that decode beside it not counted.
     wait_s: float
     start_s: float
     beside_s: float
-    # Seconds of a prefill token, and of it for each token of its context; tokens of one chunk.
+    # Seconds of a prefill token, rows that decode beside it included; what these are of it; and for each token of its
+    # context.
     token_s: float
     rows_token_s: float
     context_s: float
@@ -149,9 +151,10 @@ def standing_of(
     stall_tokens = num_output_tokens / 2 * chunk
     decode_s = config.decode_weight * (row_s + costs.row_s * num_others)
     decode_context_s = config.decode_weight * costs.row_context_s * (1 + num_others)
+    mixed_step_s = chunk * (token_s + costs.context_s * context)
     # Steps that are planned already come first.
     if num_prefilling:
-        start_s = max(start_s, min(wait_s, _PLANNED_STEPS * chunk * (token_s + costs.context_s * context)))
+        start_s = max(start_s, min(wait_s, _PLANNED_STEPS * mixed_step_s))
     elif num_decoding:
         start_s = max(start_s, _PLANNED_STEPS * (row_s - costs.row_s))
     return Standing(
@@ -162,7 +165,7 @@ def standing_of(
         token_s=token_s,
         rows_token_s=rows_token_s,
         context_s=costs.context_s,
-        mixed_step_s=chunk * (token_s + costs.context_s * context),
+        mixed_step_s=mixed_step_s,
         decode_step_s=row_s,
         pressure=pressure,
         stall=stall,
@@ -245,6 +248,7 @@ class _Ahead(NamedTuple):
 
 
 def _ahead(standing: Standing, own_s: float, num_held: int, num_matched: int, num_output: float) -> _Ahead:
+    """`own_s` are the request's seconds of prefill, rows that decode beside it not counted."""
     if not standing.wait_s:
         return _NOBODY_AHEAD
     abreast_s = min(own_s, standing.beside_s)

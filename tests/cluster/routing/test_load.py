@@ -130,16 +130,32 @@ def test_a_mac_is_further_than_it_has_announced(loads: LoadBook) -> None:
 
 
 def test_a_prompt_that_stops_anyway_is_worth_waiting_for_there(loads: LoadBook) -> None:
-    """The content of four blocks was there without a state: it keeps one there, though it is past all but that."""
-    loads.book(Booking("a", 0, chain(10), 160, 0, 9.0, num_ahead_tokens=64, stop_depth=4))
+    """The content of four blocks was there, but nothing to go on from: it is computed again, and a state kept then."""
+    loads.book(Booking("a", 0, chain(10), 160, 32, 9.0, num_ahead_tokens=64, stop_depth=4))
     fork = [*chain(5), *chain(2, 100)]
     held = set(chain(4))
     loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 128, 0), "what was there before is no progress"
     assert loads.num_to_come(0, fork, 16) == 4
     assert loads.num_to_come(0, [*chain(3), *chain(2, 100)], 16) == 0, "they part before it"
     held = set(chain(5))
     loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 80, 0)
     assert loads.num_to_come(0, fork, 16) == 0, "its Mac has told of the state by now, if it is still there"
+
+
+def test_a_prompt_whose_content_is_all_there_is_still_under_way(loads: LoadBook) -> None:
+    loads.book(Booking("a", 0, chain(4), 64, 0, 9.0, stop_depth=4))
+    loads.progress(0, 16, lambda slot, block_hash: True)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 64, 0)
+    assert loads.num_to_come(0, chain(4), 16) == 4
+    loads.first_token("a")
+    loads.release("a")
+    loads.check()
+    assert not loads.pending
 
 
 def test_whether_anything_was_booked_since(loads: LoadBook) -> None:

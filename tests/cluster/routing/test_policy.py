@@ -126,6 +126,34 @@ class TestTerms:
         assert terms.decode_s == pytest.approx(1.125)
         assert terms_of(busy, 0, 0, 500, 2.0).decode_s == pytest.approx(2 * 0.25)
 
+    def test_steps_that_are_planned_come_first(self) -> None:
+        """The one that runs, half done on average, and the one behind it: of one row, or of a chunk."""
+        flat = StepCosts(0.0, 0.001, 0.0, 0.1, 0.0)
+        assert standing(costs=flat).start_s == 0.0
+        assert standing(costs=flat, num_decoding=2).start_s == pytest.approx(1.5 * 0.2)
+        long = standing(
+            costs=flat, num_prefilling=1, num_prefill_tokens=900, prefill_work=900**2, longest=(900, 900**2)
+        )
+        assert long.start_s == pytest.approx(1.5 * 0.25)
+        short = standing(costs=flat, num_prefilling=1, num_prefill_tokens=50, prefill_work=50**2, longest=(50, 50**2))
+        assert short.start_s == pytest.approx(0.05), "no longer than there is anything"
+
+    def test_a_prompt_alone_carries_the_rows_by_itself(self) -> None:
+        """Steps of 250 tokens beside rows of 250 ms: alone a token takes 2 ms, two abreast 1.5."""
+        costs = StepCosts(0.0, 0.001, 0.0, 0.25, 0.0)
+        rows = {"num_decoding": 1}
+        even = standing(
+            costs=costs, num_prefilling=2, num_prefill_tokens=1_000, prefill_work=0, longest=(500, 0), **rows
+        )
+        assert (even.wait_s, even.start_s) == pytest.approx((1_000 * 0.0015, 1_000 * 0.0015))
+        one = standing(
+            costs=costs, num_prefilling=1, num_prefill_tokens=1_000, prefill_work=0, longest=(1_000, 0), **rows
+        )
+        assert (one.wait_s, one.beside_s) == pytest.approx((1_000 * 0.002, 1.0))
+        terms = terms_of(one, 0, 0, 500, 0.0)
+        assert terms.prefill_s == pytest.approx(500 * 0.002)
+        assert terms.wait_s == pytest.approx(one.start_s + 500 * 0.001), "the other's tokens, but not its rows again"
+
     def test_what_is_busy_costs_those_who_come_later(self) -> None:
         config = RoutingConfig(work_weight=0.1, crowd_weight=0.5, pressure_weight=0.0)
         idle, busy, full = (standing(config, recent_work_s=work_s).pressure for work_s in (0.0, 43.3, 10_000.0))

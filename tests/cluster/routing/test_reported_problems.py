@@ -278,6 +278,26 @@ def test_an_evicted_state_alone_is_an_event_and_ends_the_credit(fleet, prompt_of
     assert decision.mac == "b"
 
 
+def test_a_state_to_come_is_credited_only_where_no_sibling_has_passed(fleet, prompt_of, hashes_of) -> None:
+    """A recurrent model keeps a state where prompts part only if the first has not run past it."""
+    first, second = prompt_of((1, 3_200), (2, 1_600)), prompt_of((1, 3_200), (3, 1_600))
+    with_groups(fleet, STATE)
+    fleet.route(first)
+    assert fleet.route(second, "early").num_matched_tokens == 3_200
+    fleet.router.release("early")
+    joined = b"".join(hashes_of(first)[:180])
+    fleet.router.macs.apply_events("a", 1, 0, [BlocksStored(0, joined, None, 0)])
+    assert fleet.route(second, "late").num_matched_tokens == 0, "320 tokens are left to there, two steps of 512 planned"
+    # Elsewhere the content was known, but not its state: there the first of them stops anyway.
+    fleet.router.release("late")
+    third, joined = prompt_of((5, 4_800)), hashes_of(prompt_of((5, 3_200)))
+    stored = [BlocksStored(0, b"".join(joined), None, 0), BlocksStored(1, joined[189], joined[188], 189)]
+    fleet.router.macs.apply_events("a", 1, 1, stored)
+    assert fleet.route(third, "third").num_matched_tokens == 190 * 16
+    assert fleet.route(prompt_of((5, 3_300)), "fourth").num_matched_tokens == 200 * 16
+    assert fleet.route(prompt_of((5, 4_800), (6, 800)), "fifth").num_matched_tokens == 4_800, "far from passed"
+
+
 def test_tells_how_far_back_the_newest_reusable_state_is(fleet, prompt_of, hashes_of) -> None:
     """dynamo#8667, #12169: hybrid groups could not be routed by."""
     prompt = prompt_of((1, 161))
