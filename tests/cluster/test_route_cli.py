@@ -53,7 +53,7 @@ class Gateway(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ExplainResponse:
         self.requests.append(request)
         if request.request_id == "nope":
-            context.abort(grpc.StatusCode.NOT_FOUND, "request 'nope' is none of the last 1000")
+            context.abort(grpc.StatusCode.NOT_FOUND, "request 'nope' is not among the last 1000 decisions")
         return ANSWER
 
 
@@ -128,7 +128,7 @@ def test_what_makes_no_sense_is_refused(gateway: Gateway, args: list[str], messa
 def test_the_gateway_s_own_words_are_shown(gateway: Gateway) -> None:
     result = explain(gateway, "nope")
     assert result.exit_code == 1
-    assert "request 'nope' is none of the last 1000" in result.output
+    assert "request 'nope' is not among the last 1000 decisions" in result.output
 
 
 def test_help_has_examples() -> None:
