@@ -265,5 +265,6 @@ class MacTable:
         if before is not None:
             member = fleet.add(info)
             member.speed, member.is_draining = before.speed, before.is_draining
+            member.update_costs()
             self._model_of_mac[info.name] = info.model
         return fleet

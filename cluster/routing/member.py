@@ -1,7 +1,7 @@
 """One Mac of a model's fleet: what it is, how fast, and in which state."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.routing.correction import SpeedCorrection
 from cluster.routing.drift import DriftBook
@@ -30,12 +30,16 @@ class Member:
 
     # What it has not learnt yet is as with the fleet's other Macs.
     shape: Sequence[float] | None = None
+    # As its reports say, corrected by how long its first tokens took; see `update_costs`.
+    costs: StepCosts = field(init=False)
 
-    @property
-    def costs(self) -> StepCosts:
-        """As its reports say, corrected by how long its first tokens took."""
+    def __post_init__(self) -> None:
+        self.update_costs()
+
+    def update_costs(self) -> None:
+        """To be called when speed, shape or correction have changed."""
         costs = self.speed.costs if self.shape is None else self.speed.costs_in(self.shape)
-        return costs.times(self.correction.factor)
+        self.costs = costs.times(self.correction.factor)
 
     def state(self, index: PrefixIndex) -> MacState:
         """See MacState."""

@@ -19,7 +19,7 @@ from cluster.routing.load import Booking, LoadBook
 from cluster.routing.mac import MacInfo, MacState, MacStatus, kind_of
 from cluster.routing.member import Member
 from cluster.routing.policy import Policy, View
-from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of, terms_of
+from cluster.routing.predict import MacBounds, Standing, first_token_s, prefill_s, standing_of, terms_of
 from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs, shape_of
 
 # Weight of one answer's length in the usual one.
@@ -124,6 +124,7 @@ class ModelFleet:
             # Steps of one report that only decode are all alike: one tells as much as all of them.
             if sample.num_prefill_tokens or index == len(samples) - 1:
                 member.speed.observe(sample)
+        member.update_costs()
         self._stale.add(member.slot)
         if self._has_unobserved:
             unobserved = [each.slot for each in self.members.values() if not each.speed.num_observed]
@@ -136,6 +137,7 @@ class ModelFleet:
         shape = shape_of([each.speed for each in observed]) if observed else None
         for member in self.members.values():
             member.shape = shape if member.speed.num_observed else None
+            member.update_costs()
             self.hot.expire(member.slot, now_s)
             self._stale.add(member.slot)
 
@@ -212,7 +214,6 @@ class ModelFleet:
         # Without a prefix cache nothing of it can be shared, or is ever announced.
         hashes = query.block_hashes if member.info.is_caching else ()
         view = trace.view
-        terms = terms_of(view.standings[slot], view.num_held[slot], num_matched, query.num_tokens, view.num_output)
         self.loads.book(
             Booking(
                 query.request_id,
@@ -224,10 +225,12 @@ class ModelFleet:
                 is_prediction=self.index.is_synced(slot),
                 booked_at_s=now_s,
                 # What others compute for it comes when they have their turn.
-                predicted_s=terms.first_token_s if view.num_matched[slot] == view.num_held[slot] else 0.0,
+                predicted_s=first_token_s(view.standings[slot], num_matched, query.num_tokens)
+                if num_matched == view.num_held[slot]
+                else 0.0,
                 factor=member.correction.factor,
                 num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_chunk_tokens + self.block_size,
-                stop_depth=parting(trace.match, slot),
+                stop_depth=parting(trace.match, slot) if self._keeps_ends else 0,
             )
         )
         self.hot.touch(slot, hashes, num_matched // self.block_size, now_s)
@@ -240,6 +243,7 @@ class ModelFleet:
         member = self.at(booking.slot)
         if num_cached_tokens == booking.num_predicted_tokens and self.loads.is_latest(booking):
             member.correction.observe(booking.predicted_s, booking.factor, now_s - booking.booked_at_s)
+            member.update_costs()
         return member.drift.observe(booking.num_tokens, booking.num_predicted_tokens, num_cached_tokens)
 
     def observe_output(self, num_tokens: int) -> None:

@@ -196,6 +196,15 @@ def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
     return (num_tokens - num_matched) * (standing.token_s + standing.context_s * (num_matched + num_tokens) / 2)
 
 
+def first_token_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
+    """From now to the first token, if nothing is computed for it by others."""
+    own_s = prefill_s(standing, num_matched, num_tokens)
+    if not standing.wait_s:
+        return standing.start_s + own_s
+    abreast_s = min(own_s - (num_tokens - num_matched) * standing.rows_token_s, standing.beside_s)
+    return standing.start_s + abreast_s + own_s
+
+
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
     """All terms of one Mac; they add up to `base_s` and `beside_s`."""
     own_s = prefill_s(standing, num_matched, num_tokens)

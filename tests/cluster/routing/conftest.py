@@ -66,6 +66,7 @@ class Fleet:
         found = self.router.macs._find(name)
         assert found is not None
         set_speed(found[1].speed, tokens_per_s)
+        found[1].update_costs()
         found[0].touch(found[1].slot)
 
     def store(self, name: str, prompt: Sequence[int], first: int = 0, end: int | None = None, epoch: int = 1) -> None:

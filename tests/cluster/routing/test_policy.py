@@ -6,7 +6,7 @@ import pytest
 
 from cluster.routing.config import POLICIES, RoutingConfig
 from cluster.routing.policy import PredictedSeconds, View
-from cluster.routing.predict import MacBounds, Standing, base_s, beside_s, standing_of, terms_of
+from cluster.routing.predict import MacBounds, Standing, base_s, beside_s, first_token_s, standing_of, terms_of
 from cluster.routing.rivals import LeastLoaded, LinearBlockCost, PrefixAffinity, RoundRobin, WeightedScores
 from cluster.routing.router import Router
 from cluster.routing.speed import StepCosts
@@ -152,6 +152,8 @@ class TestTerms:
         assert (one.wait_s, one.beside_s) == pytest.approx((1_000 * 0.002, 1.0))
         terms = terms_of(one, 0, 0, 500, 0.0)
         assert terms.prefill_s == pytest.approx(500 * 0.002)
+        assert first_token_s(one, 0, 500) == pytest.approx(terms.first_token_s)
+        assert first_token_s(standing(), 0, 500) == pytest.approx(terms_of(standing(), 0, 0, 500, 0.0).first_token_s)
         assert terms.wait_s == pytest.approx(one.start_s + 500 * 0.001), "the other's tokens, but not its rows again"
 
     def test_what_is_busy_costs_those_who_come_later(self) -> None:
