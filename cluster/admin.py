@@ -7,9 +7,10 @@ from typing import Any
 
 import grpc
 
+from cluster.adapter_admin import AdapterAdmin
 from cluster.errors import ActorAway, InvalidRequest
 from cluster.inference import new_request_id
-from cluster.kv.hashing import hash_blocks
+from cluster.kv.hashing import first_extras, hash_blocks
 from cluster.kv.stats import KVStats
 from cluster.kv_manager import ManagerStatus
 from cluster.ray_calls import ActorCaller, manager_name
@@ -38,6 +39,7 @@ class AdminServicer:
         self._router = router
         self._models = models
         self._managers: dict[str, ActorCaller] = {}
+        self._adapters = AdapterAdmin(router, models)
 
     async def GetFleet(  # noqa: N802
         self, request: admin_pb2.GetFleetRequest, context: grpc.aio.ServicerContext | None
@@ -85,11 +87,14 @@ class AdminServicer:
         model = self._models.get(request.model)
         assert model.root is not None
         token_ids = (await self._models.text_prompt(model, request.text)).token_ids
+        if not token_ids:
+            raise InvalidRequest("text", "is empty; at least one token is needed")
         query = RouteQuery(
             request_id=new_request_id("what-if"),
-            model=model.name,
+            model=model.run_by,
             root_hash=model.root,
-            block_hashes=tuple(hash_blocks(model.root, token_ids, model.block_size)),
+            block_hashes=tuple(hash_blocks(model.root, token_ids, model.block_size, first_extras("", model.adapter))),
+            adapter=model.adapter,
             num_tokens=len(token_ids),
             max_tokens=max(1, model.max_model_len - len(token_ids)),
         )
@@ -133,6 +138,25 @@ class AdminServicer:
         await self._router("resume", _named(request.mac))
         await self._remember(request.mac, is_draining=False)
         return admin_pb2.ResumeResponse(mac=await self._one(request.mac))
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext | None
+    ) -> admin_pb2.LoadAdapterResponse:
+        """See admin.proto."""
+        adapter = await self._adapters.load(request.name, request.path, request.model)
+        return admin_pb2.LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: admin_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext | None
+    ) -> admin_pb2.UnloadAdapterResponse:
+        """See admin.proto."""
+        return admin_pb2.UnloadAdapterResponse(adapter=await self._adapters.unload(request.name))
+
+    async def ListAdapters(  # noqa: N802
+        self, request: admin_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext | None
+    ) -> admin_pb2.ListAdaptersResponse:
+        """See admin.proto."""
+        return admin_pb2.ListAdaptersResponse(adapters=await self._adapters.list())
 
     async def _one(self, name: str) -> admin_pb2.Mac:
         fleet = await self.GetFleet(admin_pb2.GetFleetRequest(), None)
@@ -193,6 +217,8 @@ def _mac(status: MacStatus, manager: ManagerStatus | None) -> admin_pb2.Mac:
     if manager is not None:
         message.worker_memory_bytes = manager.worker_memory_bytes
         message.worker_pid = manager.worker_pid or 0
+        message.kernels = manager.kernels
+        message.kernel_failures.update(manager.kernel_failures)
         message.blocks.CopyFrom(
             admin_pb2.Blocks(
                 num_total=manager.num_blocks,
@@ -227,8 +253,9 @@ def _kv_cache(stats: KVStats) -> admin_pb2.KVCache:
         cached_bytes=stats.cached_bytes,
         free_bytes=stats.free_bytes,
         pinned_bytes=stats.pinned_bytes,
-        # The fields have the names of the message's.
+        # The fields have the names of the messages'.
         groups=[admin_pb2.KVGroup(**asdict(group)) for group in stats.groups],
+        pools=[admin_pb2.KVPool(**asdict(pool)) for pool in stats.pools],
     )
 
 

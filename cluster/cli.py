@@ -1,4 +1,4 @@
-"""The command line: `cidery serve | chat | generate | status | kv | models | route | simulate`."""
+"""The command line: `cidery serve | chat | generate | status | kv | lora | models | route | simulate`."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster import ray_environment
-from cluster.cli_channel import DEFAULT_ADDRESS, open_channel
-from cluster.cli_types import Bytes, TenantWeight
+from cluster.cli_channel import DEFAULT_ADDRESS, channel, checked_utf8
+from cluster.cli_types import Bytes, NamedFolder, TenantWeight, quantization_options
 from cluster.config import (
     BatchConfig,
     GatewayConfig,
@@ -26,6 +26,7 @@ from cluster.config import (
 from cluster.errors import CideryError
 from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
+from cluster.lora_cli import lora
 from cluster.models_cli import models
 from cluster.route_cli import route
 from cluster.routing.config import POLICIES as ROUTING_POLICIES
@@ -51,6 +52,7 @@ def main() -> None:
     cidery route explain REQUEST_ID   why a request went where it went
     cidery simulate trace.jsonl       what a fleet would do with these requests
     cidery models supported           which model families run, and how
+    cidery lora load pirate ./pirate  an adapter beside the model
     """
 
 
@@ -58,6 +60,7 @@ main.add_command(kv)
 main.add_command(simulate)
 main.add_command(models)
 main.add_command(route)
+main.add_command(lora)
 
 
 @main.command(epilog="Example: cidery serve --macs 3 --model ./Qwen3-0.6B-4bit --kv-cache-memory 4GiB")
@@ -80,6 +83,7 @@ main.add_command(route)
     help="Share of the working set that weights, activations and KV cache may reach together.",
 )
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block: 16 or 32.")
+@quantization_options
 @click.option(
     "--kv-retention",
     type=click.Choice(sorted(POLICIES)),
@@ -106,6 +110,17 @@ main.add_command(route)
     show_default=True,
     help="How a Mac is chosen; all but the first are there to be compared with.",
 )
+@click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    type=NamedFolder(),
+    metavar="NAME=DIR",
+    help="An adapter in mlx-lm's format, served as model NAME; DIR must be there on every Mac. May be repeated.",
+)
+@click.option(
+    "--lora-memory", default="256MiB", show_default=True, type=Bytes(), help="What adapters of one Mac may take."
+)
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
 @click.option(
@@ -127,7 +142,9 @@ def serve(**options: Any) -> None:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
-        path = options["model"] or bundled_model()
+        path = bundled_model() if options["model"] is None else options["model"]
+        if not path:
+            raise ValueError("--model is empty; give a folder or a hub id, or leave it out for the bundled one")
         name = options["model_name"] or default_model_name(path)
         mac = MacConfig(
             ModelConfig(path, name, options["max_model_len"], options["dtype"]),
@@ -138,6 +155,9 @@ def serve(**options: Any) -> None:
                 not options["no_prefix_caching"],
                 options["kv_retention"],
                 not options["disable_hybrid_kv_cache_manager"],
+                options["kv_bits"],
+                options["kv_group_size"],
+                options["lora_memory"],
             ),
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         )
@@ -150,7 +170,7 @@ def serve(**options: Any) -> None:
         )
         routing = RoutingConfig(policy=options["routing_policy"])
         fleet = FleetConfig(mac, options["address"], options["macs"], routing)
-        config = ServeConfig(fleet, gateway, options["prints_json"])
+        config = ServeConfig(fleet, gateway, options["adapters"], options["prints_json"])
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
@@ -171,9 +191,9 @@ def chat(
 ) -> None:
     """Talk to the model: one MESSAGE, or a conversation line by line until an empty one or Ctrl-D."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    history = [inference_pb2.ChatMessage(role="system", content=system)] if system else []
-    with open_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    history = [_message("system", system)] if system else []
+    with channel(address) as connected:
+        stub = inference_pb2_grpc.InferenceServiceStub(connected)
         if message is not None:
             _turn(stub, model, history, message, sampling)
             return
@@ -203,13 +223,16 @@ def generate(
 ) -> None:
     """Continue PROMPT as plain text."""
     sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    model, prompt = checked_utf8(model, "--model"), checked_utf8(prompt, "PROMPT")
     request = inference_pb2.GenerateRequest(model=model, text=prompt, sampling=sampling)
-    with open_channel(address) as channel:
-        responses = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+    with channel(address) as connected:
+        responses = inference_pb2_grpc.InferenceServiceStub(connected).Generate(request)
         text, token_ids, completion = [], [], {}
         for response in responses:
             if response.HasField("completion"):
-                completion = MessageToDict(response.completion, preserving_proto_field_name=True)
+                completion = MessageToDict(
+                    response.completion, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+                )
                 continue
             text.append(response.chunk.text)
             token_ids.extend(response.chunk.token_ids)
@@ -223,8 +246,8 @@ def generate(
 @click.option("--json", "as_json", is_flag=True, help="The admin API's answer.")
 def status(address: str, as_json: bool) -> None:
     """Show every Mac: state, requests, KV blocks, cache hits."""
-    with open_channel(address) as channel:
-        fleet = admin_pb2_grpc.AdminServiceStub(channel).GetFleet(admin_pb2.GetFleetRequest(), timeout=10)
+    with channel(address) as connected:
+        fleet = admin_pb2_grpc.AdminServiceStub(connected).GetFleet(admin_pb2.GetFleetRequest(), timeout=10)
     if as_json:
         click.echo(
             json.dumps(
@@ -278,6 +301,10 @@ def _ask() -> str:
         return ""
 
 
+def _message(role: str, text: str) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(role=role, content=checked_utf8(text, "the message"))
+
+
 def _turn(
     stub: inference_pb2_grpc.InferenceServiceStub,
     model: str,
@@ -286,9 +313,10 @@ def _turn(
     sampling: sampling_pb2.SamplingParams,
 ) -> None:
     """One question and its answer, both kept in `history`."""
-    history.append(inference_pb2.ChatMessage(role="user", content=line))
+    history.append(_message("user", line))
     answer = []
-    for response in stub.Chat(inference_pb2.ChatRequest(model=model, messages=history, sampling=sampling)):
+    request = inference_pb2.ChatRequest(model=checked_utf8(model, "--model"), messages=history, sampling=sampling)
+    for response in stub.Chat(request):
         if response.HasField("chunk"):
             answer.append(response.chunk.text)
             click.echo(response.chunk.text, nl=False)

@@ -1,4 +1,4 @@
-"""A channel to the gateway for commands that run once."""
+"""How commands reach the gateway."""
 
 import signal
 
@@ -8,7 +8,16 @@ import grpc
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
-class open_channel:  # noqa: N801 - reads as a function
+def checked_utf8(text: str, name: str) -> str:
+    """What the wire can carry: raises a one-line error for bytes of the command line that were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise click.ClickException(f"{name} is not valid UTF-8 (character {error.start + 1})") from error
+    return text
+
+
+class channel:  # noqa: N801 - reads as a function
     """An open channel; a call that fails ends the command with the gateway's own words."""
 
     def __init__(self, address: str) -> None:

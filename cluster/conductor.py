@@ -19,7 +19,7 @@ from cluster.errors import (
     RequestTooLong,
 )
 from cluster.handling import Handling
-from cluster.kv.hashing import hash_blocks, salt_extras
+from cluster.kv.hashing import BlockHash, first_extras, hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
 from cluster.ray_calls import ActorCaller
@@ -27,7 +27,7 @@ from cluster.request_log import RequestLog
 from cluster.router_actor import RequestNotes
 from cluster.routing.decision import Decision, RouteQuery
 from cluster.sampling import SamplingRequest, check_token_ids, resolve
-from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs, Update
+from cluster.scheduling.request import Finish, Pooling, Reading, Request, SamplingParams, TokenLogprobs, Update
 from cluster.served_models import ServedModel
 from cluster.tokenizer import Detokenizer, Prompt, StopStrings
 
@@ -53,6 +53,8 @@ class Job:
     handling: Handling
     # When the client gives up, by the monotonic clock; None: never.
     deadline_s: float | None = None
+    # Then nothing is drawn, and Completed has the vector.
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class TextChunk:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    # Of the next tokens of the prompt, from its second on; they come before any text.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Completed:
     mac: str
     seed: int
     stop: str | None
+    embedding: tuple[float, ...] = ()
 
 
 Event = TextChunk | Completed
@@ -97,6 +102,9 @@ class _Progress:
     mac: str = ""
     num_tries: int = 0
     has_finished: bool = False
+    # Of the prompt, tokens whose log-probabilities have been told.
+    num_scored: int = 0
+    embedding: tuple[float, ...] = ()
 
 
 class _AnswerText:
@@ -158,8 +166,9 @@ class Conductor:
             try:
                 async with aclosing(self._run_somewhere(job, sampling, max_tokens, progress)) as updates:
                     async for update in updates:
-                        observed.tokens(len(update.token_ids))
-                        yield TextChunk(text.push(update), update.token_ids, update.logprobs)
+                        if update.token_ids:
+                            observed.tokens(len(update.token_ids))
+                        yield TextChunk(text.push(update), update.token_ids, update.logprobs, update.prompt_logprobs)
                         finish = update.finish
                         if text.stop is not None:
                             finish = Finish.STOP
@@ -246,7 +255,8 @@ class Conductor:
             async for update in updates:
                 if not progress.token_ids:
                     progress.first_token_s = time.monotonic() - job.arrived_s
-                if not is_noted:  # each Mac's booking for itself
+                # Each Mac's booking for itself; log-probabilities of a prompt come before its prefill is done.
+                if not is_noted and (update.token_ids or update.finish is not None):
                     is_noted = True
                     self._first_token.append((job.request_id, update.num_cached_tokens))
                     self._has_notes.set()
@@ -254,6 +264,8 @@ class Conductor:
                     progress.num_cached_tokens = update.num_cached_tokens
                     progress.queue_s = update.queue_s
                 progress.token_ids.extend(update.token_ids)
+                progress.num_scored += len(update.prompt_logprobs)
+                progress.embedding = update.embedding
                 yield update
 
     async def _route(self, job: Job, request: Request, progress: _Progress) -> Decision:
@@ -261,9 +273,10 @@ class Conductor:
         assert job.model.root is not None
         query = RouteQuery(
             request_id=job.request_id,
-            model=job.model.name,
+            model=job.model.run_by,
+            adapter=job.model.adapter,
             root_hash=job.model.root,
-            block_hashes=request.block_hashes,
+            block_hashes=_reusable(request, job.model.block_size),
             num_tokens=len(request.token_ids),
             max_tokens=request.max_tokens,
             exclude=frozenset(progress.excluded),
@@ -300,7 +313,8 @@ class Conductor:
             return
         self._request_log.write(
             at_s=time.time() - (time.monotonic() - job.arrived_s),
-            model=model.name,
+            model=model.run_by,
+            extras=first_extras("", model.adapter),
             root=model.root,
             block_size=model.block_size,
             prompt=job.prompt.token_ids,
@@ -339,8 +353,9 @@ def _check(job: Job) -> tuple[SamplingParams, int]:
         raise InvalidRequest("banned_token_ids", f"with stop tokens and bad words, {limit} may be named, got {num_out}")
     room = model.max_model_len - num_prompt
     asked = job.asked.max_tokens
-    if room < 1 or (asked is not None and asked > room):
-        wanted = f"{num_prompt} prompt tokens + {asked or 1} max_tokens = {num_prompt + (asked or 1)} tokens"
+    needed = 1 if asked is None else asked
+    if needed > room:
+        wanted = f"{num_prompt} prompt tokens + {needed} max_tokens = {num_prompt + needed} tokens"
         raise RequestTooLong(f"{wanted}, but the context of {model.name} holds {model.max_model_len}")
     max_tokens = asked if asked is not None else room
     if sampling.rules.min_tokens > max_tokens:
@@ -352,13 +367,12 @@ def _check(job: Job) -> tuple[SamplingParams, int]:
 def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Progress, tenant_weight: float) -> Request:
     assert job.model.root is not None
     token_ids = job.prompt.token_ids + tuple(progress.token_ids)
+    extras = first_extras(job.handling.cache_salt, job.model.adapter)
     return Request(
         request_id=job.request_id,
         token_ids=token_ids,
         num_prompt_tokens=len(job.prompt.token_ids),
-        block_hashes=tuple(
-            hash_blocks(job.model.root, token_ids, job.model.block_size, salt_extras(job.handling.cache_salt))
-        ),
+        block_hashes=tuple(hash_blocks(job.model.root, token_ids, job.model.block_size, extras)),
         max_tokens=max_tokens,
         sampling=sampling,
         stop_token_ids=job.asked.stop_token_ids,
@@ -369,7 +383,27 @@ def _request(job: Job, sampling: SamplingParams, max_tokens: int, progress: _Pro
         retention_priority=job.handling.retention_priority,
         pin_s=job.handling.pin_s,
         cache_salt=job.handling.cache_salt,
+        adapter=job.model.adapter,
+        reading=_reading(job, progress),
     )
+
+
+def _reading(job: Job, progress: _Progress) -> Reading | None:
+    """What is still wanted of the prompt: what a lost Mac had told is not computed again."""
+    if job.pooling is not None:
+        return Reading(pooling=job.pooling)
+    num_top = job.asked.num_prompt_logprobs
+    return None if num_top is None else Reading(num_top, first_scored=1 + progress.num_scored)
+
+
+def _reusable(request: Request, block_size: int) -> tuple[BlockHash, ...]:
+    """Of blocks that a Mac need not compute if it has them cached: see `LiveRequest.reusable_hashes`."""
+    reading = request.reading
+    if reading is None or reading.pooling is Pooling.LAST:
+        return request.block_hashes
+    if reading.pooling is None and reading.first_scored >= request.num_prompt_tokens:
+        return request.block_hashes
+    return request.block_hashes[: (reading.first_scored - 1) // block_size]
 
 
 def _completed(job: Job, progress: _Progress, finish: Finish, seed: int, stop: str | None) -> Completed:
@@ -385,4 +419,5 @@ def _completed(job: Job, progress: _Progress, finish: Finish, seed: int, stop: s
         mac=progress.mac,
         seed=seed,
         stop=stop,
+        embedding=progress.embedding,
     )

@@ -15,6 +15,10 @@ MAX_NODE_MESSAGE_BYTES = 64 * 1024 * 1024
 LINK_HEARTBEAT_S = 1.0
 LINK_SILENCE_S = 5.0
 
+# Keys and values may be quantised to so many bits, in groups of so many elements: what the worker's kernels read.
+KV_BITS = (4, 8)
+KV_GROUP_SIZES = (32, 64)
+
 NAMESPACE = "cidery"
 ROUTER_NAME = "router"
 
@@ -44,6 +48,15 @@ class ModelConfig:
             raise ValueError(f"dtype must be auto, float32, float16 or bfloat16, got {self.dtype!r}")
 
 
+def check_quantization(kv_bits: int | None, kv_group_size: int | None) -> None:
+    """Raises ValueError for a way to store keys and values that there is not."""
+    for name, value, known in (("kv_bits", kv_bits, KV_BITS), ("kv_group_size", kv_group_size, KV_GROUP_SIZES)):
+        if value is not None and value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value}")
+    if kv_group_size is not None and kv_bits is None:
+        raise ValueError(f"kv_group_size {kv_group_size} says how keys and values are quantised; it needs kv_bits")
+
+
 @dataclass(frozen=True, slots=True)
 class KVConfig:
     """How much memory the KV cache of one Mac may take."""
@@ -58,14 +71,22 @@ class KVConfig:
     retention: str = "value"
     # False: layers with a window keep everything, as full attention does.
     enable_hybrid: bool = True
+    # None: keys and values are stored in the model's type.
+    kv_bits: int | None = None
+    # None: the largest that the model's heads allow.
+    kv_group_size: int | None = None
+    # Kept free beside the KV cache, for adapters.
+    adapter_memory_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        if self.block_size_tokens not in (16, 32):
-            raise ValueError(f"block_size must be 16 or 32 tokens, got {self.block_size_tokens}")
+        check_quantization(self.kv_bits, self.kv_group_size)
+        check_block_size(self.block_size_tokens)
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if self.cache_memory_bytes is not None and self.cache_memory_bytes < 1:
             raise ValueError(f"cache_memory_bytes must be positive, got {self.cache_memory_bytes}")
+        if self.adapter_memory_bytes < 0:
+            raise ValueError(f"adapter_memory_bytes must be at least 0, got {self.adapter_memory_bytes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +146,12 @@ class GatewayConfig:
         for name in ("grpc_port", "http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be 0 (any free one) to 65535, got {getattr(self, name)}")
+
+
+def check_block_size(num_tokens: int) -> None:
+    """Raises ValueError for blocks that the kernels don't know."""
+    if num_tokens not in (16, 32):
+        raise ValueError(f"block_size must be 16 or 32 tokens, got {num_tokens}")
 
 
 def default_model_name(path: str) -> str:

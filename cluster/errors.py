@@ -78,6 +78,14 @@ class NotFound(CideryError):
     http_status = 404
 
 
+class AdapterNotLoaded(CideryError):
+    """The adapter was unloaded, or hasn't been loaded yet, where the request came to run."""
+
+    reason = "ADAPTER_NOT_LOADED"
+    code = Code.NOT_FOUND
+    http_status = 404
+
+
 class Overloaded(CideryError):
     """Every queue is full; come back after `retry_after_s`."""
 
@@ -128,5 +136,6 @@ class StartupFailed(CideryError):
 
 # Failures that cross the node stream by name.
 BY_REASON: dict[str, type[CideryError]] = {
-    error.reason: error for error in (InvalidRequest, RequestTooLong, Overloaded, MacLost, NoMacReady, CideryError)
+    error.reason: error
+    for error in (InvalidRequest, RequestTooLong, AdapterNotLoaded, Overloaded, MacLost, NoMacReady, CideryError)
 }

@@ -31,6 +31,7 @@ _MAC_RESOURCE = "mac:"
 _PIN = 0.001
 _POLL_S = 0.2
 _SHUTDOWN_TIMEOUT_S = 15.0
+_CONNECT_TIMEOUT_S = 10.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -105,20 +106,26 @@ class Fleet:
 
     def _start_local(self) -> None:
         logging.getLogger("ray").setLevel(logging.WARNING)
-        names = [socket.gethostname()] if self._config.num_macs == 1 else _logical_names(self._config.num_macs)
+        is_single = self._config.num_macs == 1
+        names = [socket.gethostname()] if is_single else _logical_names(self._config.num_macs)
         common = {
             "num_cpus": max(4, os.cpu_count() or 1),
             "num_gpus": 0,
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
-        head = common | {"resources": {"head": 1, **_mac_resources(names[0])}, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        for name in names[1:]:
+        # Several Macs get a head apart from them, as in a real fleet: the router must outlive each of them.
+        of_head = {"head": 1} | (_mac_resources(names.pop()) if is_single else {})
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args=common | {"resources": of_head, "include_dashboard": False}
+        )
+        for name in names:
             self._cluster.add_node(wait=False, **common, resources=_mac_resources(name))
         self._join(self._cluster.address)
         self._cluster.wait_for_nodes()
 
     def _join(self, address: str) -> None:
+        if self._cluster is None:
+            _require_answer(address)
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -149,6 +156,19 @@ class Fleet:
             "max_task_retries": 0,
         }
         ray.remote(KVManager).options(**options).remote(mac, config, host)
+
+
+def _require_answer(address: str) -> None:
+    """Raises StartupFailed at once where nobody listens: Ray itself would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return  # auto, or a name of Ray's
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise StartupFailed(
+            f"no Ray answers at {address}: {error}; start it there with `ray up` or `ray start`"
+        ) from error
 
 
 def _shut_down_managers(macs: Sequence[str]) -> None:

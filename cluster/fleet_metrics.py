@@ -28,8 +28,16 @@ class _Fleet(Collector):
         yield _gauge("cidery_mac_waiting", "Requests waiting", waiting)
         preemptions = [((m.name,), m.scheduling.num_preemptions) for m in known]
         yield _counter("cidery_mac_preemptions", "Requests preempted for want of KV memory", preemptions)
+        failures = [((m.name, kernel), count) for m in known for kernel, count in sorted(m.kernel_failures.items())]
+        text = "Starts of a worker at which a Metal kernel failed its self-test, and plain MLX ran in its place"
+        yield _counter("cidery_mac_kernel_failures", text, failures, "kernel")
         groups = [((m.name, str(i), group.kind), group) for m in known for i, group in enumerate(m.kv_cache.groups)]
         labels = ("group", "kind")
+        findable = [(names, group.findable_bytes) for names, group in groups]
+        yield _gauge("cidery_kv_findable_bytes", "Cached blocks and states, held or not", findable, *labels)
+        pools = [((m.name, str(i)), pool) for m in known for i, pool in enumerate(m.kv_cache.pools)]
+        by_pool = [((*names, state), size) for names, pool in pools for state, size in _pool_bytes(pool)]
+        yield _gauge("cidery_kv_pool_bytes", "Bytes of a pool by state", by_pool, "pool", "state")
         queried = [(names, group.num_queried_tokens) for names, group in groups]
         yield _counter("cidery_kv_queried_tokens", "Prompt tokens looked up", queried, *labels)
         hits = [(names, group.num_hit_tokens) for names, group in groups]
@@ -70,6 +78,10 @@ def fleet_text(macs: Sequence[admin_pb2.Mac], *, is_router_up: bool = True) -> b
 
 def _bytes_by_state(cache: admin_pb2.KVCache) -> list[tuple[str, int]]:
     return [(state, getattr(cache, f"{state}_bytes")) for state in ("referenced", "cached", "free", "pinned")]
+
+
+def _pool_bytes(pool: admin_pb2.KVPool) -> list[tuple[str, int]]:
+    return [(state, getattr(pool, f"{state}_bytes")) for state in ("referenced", "cached", "free")]
 
 
 def _evictions(group: admin_pb2.KVGroup) -> list[tuple[str, int]]:

@@ -1,6 +1,7 @@
 """The gateway: one process, one asyncio loop, both faces (gRPC and HTTP) on the same conductor."""
 
 import asyncio
+import errno
 import logging
 import socket
 import time
@@ -89,11 +90,22 @@ class Gateway:
     async def refresh(self) -> bool:
         """Asks the router once; True when a Mac is ready for every model."""
         await self._models.refresh()
-        is_ready = all(model.num_macs for model in self._models.all()) and bool(self._models.all())
+        models = [model for model in self._models.all() if not model.parent]
+        is_ready = all(model.num_macs for model in models) and bool(models)
+        await self._tell_health(is_ready=is_ready)
+        return is_ready
+
+    async def _tell_health(self, *, is_ready: bool) -> None:
         state = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", _INFERENCE.full_name, _ADMIN.full_name):
             await self._health.set(service, state)
-        return is_ready
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """On every Mac. Raises StartupFailed if it can't be."""
+        try:
+            await self._admin.LoadAdapter(admin_pb2.LoadAdapterRequest(name=name, path=path), None)
+        except CideryError as error:
+            raise StartupFailed(f"--lora {name}={path}: {error}") from error
 
     async def broken(self) -> None:
         """Returns when the gateway can't go on: one of its tasks has failed, which is in the log."""
@@ -110,6 +122,7 @@ class Gateway:
                 await self.refresh()
             except CideryError as error:
                 log.warning("fleet could not be refreshed error=%s", error)
+                await self._tell_health(is_ready=False)
             await asyncio.sleep(_REFRESH_PERIOD_S)
 
     def _grpc_server(self) -> tuple[grpc.aio.Server, int]:
@@ -162,7 +175,9 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise StartupFailed(f"{host}:{port} can't be bound ({error.strerror}); give another {option}") from error
+        is_ours = error.errno != errno.EADDRNOTAVAIL
+        advice = f"give another {option}" if is_ours else "give a --host that this machine has"
+        raise StartupFailed(f"{host}:{port} can't be bound ({error.strerror}); {advice}") from error
     # Inherited by each connection: a chunk of a stream must not wait for the acknowledgement of the one before.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -5,6 +5,7 @@ What compiles here compiles on the Macs: they have the same tokenizer and the sa
 
 import asyncio
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,14 @@ from cluster.tokenizer import Tokenizer, checked_text
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_CHOICES = 1024
+# Rules of a Lark grammar, and references of a schema. The compiler recurses from one to the next: a chain of 3,000 of
+# them overflows a thread's stack and ends the process.
+MAX_LINKS = 1000
 # Between JSON's tokens. A model may write on one line or many, but must come to an end: without a bound, a weak one
 # fills its answer with blanks.
 _WHITESPACE = r"( |\n {0,64})?"
+# What may hold a colon that ends no rule's name.
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
 _MAX_KEPT = 256
 _MAX_LINE = 160
 _MAX_MESSAGE_LINES = 12
@@ -38,7 +44,8 @@ def json_schema(field: str, schema: object) -> Grammar:
     """Of a schema as a JSON value. Raises InvalidRequest."""
     if not isinstance(schema, dict):
         raise InvalidRequest(field, f"must be a JSON schema: an object, got {json.dumps(schema)[:60]}")
-    _check_size(field, json.dumps(schema))
+    text = _check_size(field, json.dumps(schema))
+    _check_links(field, text.count('"$ref"'), "references ($ref)")
     return Grammar(field, LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE}))
 
 
@@ -75,7 +82,8 @@ def choice(field: str, texts: Sequence[str]) -> Grammar:
 
 def lark(field: str, text: str) -> Grammar:
     """A context-free grammar whose start is `start`. Raises InvalidRequest."""
-    return Grammar(field, LLMatcher.grammar_from_lark(_check_size(field, text)))
+    _check_links(field, _QUOTED.sub("", _check_size(field, text)).count(":"), "rules")
+    return Grammar(field, LLMatcher.grammar_from_lark(text))
 
 
 class GrammarChecker:
@@ -130,6 +138,11 @@ def _short(message: str) -> str:
     """Without the dump of its state, and with long quotes of the grammar cut."""
     lines = message.split("\n<", 1)[0].strip().splitlines()[:_MAX_MESSAGE_LINES]
     return "\n".join(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}…" for line in lines)
+
+
+def _check_links(field: str, num_links: int, what: str) -> None:
+    if num_links > MAX_LINKS:
+        raise InvalidRequest(field, f"may have at most {MAX_LINKS} {what}, got {num_links}")
 
 
 def _check_size(field: str, text: str) -> str:

@@ -1,6 +1,7 @@
 """The HTTP face: OpenAI-compatible inference, health, metrics and the admin API as JSON. Starlette on uvicorn."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -20,16 +21,20 @@ from cluster.admin import AdminServicer
 from cluster.choices import Indexed, serve_answers, usage_of
 from cluster.conductor import Completed, Conductor, Job
 from cluster.config import MAX_BODY_BYTES
+from cluster.embeddings import EmbedJob, embed
 from cluster.errors import ActorAway, BodyTooLarge, CideryError, InvalidRequest, Overloaded
 from cluster.fleet_metrics import fleet_text
 from cluster.handling import SESSION_HEADER, Handling
 from cluster.inference import new_request_id
 from cluster.metrics import Metrics
+from cluster.openai_embeddings import embedding_body, parse_embedding
 from cluster.openai_requests import OpenAIRequest, parse_body, parse_common, parse_messages, parse_prompt
 from cluster.openai_responses import DONE, Answer, ChatAnswer, TextAnswer, error_body, model_body, sse
 from cluster.served_models import ServedModels
 from cluster.tokenizer import Prompt, checked_text
 from protos.cidery.v1 import admin_pb2
+
+log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -52,6 +57,7 @@ class HttpServer:
             ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.complete),
+            ("POST", "/v1/embeddings", self.embed),
             ("GET", "/admin/fleet", self.fleet),
             ("GET", "/admin/index", self.index),
             ("GET", "/admin/explain", self.explain),
@@ -60,17 +66,25 @@ class HttpServer:
             ("POST", "/admin/resume", self.resume),
             ("POST", "/admin/cordon", self.cordon),
             ("GET", "/admin/placement", self.placement),
+            ("GET", "/admin/lora", self.adapters),
+            ("POST", "/admin/lora/load", self.load_adapter),
+            ("POST", "/admin/lora/unload", self.unload_adapter),
         )
         return Starlette(
-            routes=[Route(path, _answering(handle), methods=[method]) for method, path, handle in routes],
-            exception_handlers={HTTPException: _no_such_route},
+            routes=[
+                Route(path, _answering(_no_web_page(handle) if "/admin" in path else handle), methods=[method])
+                for method, path, handle in routes
+            ],
+            exception_handlers={HTTPException: _no_such_route, Exception: _internal},
         )
 
     async def health(self, request: Request) -> Response:
-        """200 once a model can be used, else 503."""
+        """200 if a model can be used, else 503: none has a Mac that is ready, or the router is away."""
         ready = [model.name for model in self._models.all() if model.num_macs]
+        if not self._models.is_current:
+            return JSONResponse({"status": "router away", "models": ready}, status_code=503)
         return JSONResponse(
-            {"status": "ok" if ready else "starting", "models": ready}, status_code=200 if ready else 503
+            {"status": "ok" if ready else "no Mac is ready", "models": ready}, status_code=200 if ready else 503
         )
 
     async def metrics(self, request: Request) -> Response:
@@ -98,8 +112,8 @@ class HttpServer:
         model = self._models.get(common.model)
         prompt = await self._models.chat_prompt(model, parse_messages(body))
         sampling = await self._models.prepare(model, common.sampling)
-        job = Job(new_request_id("chatcmpl"), model, prompt, sampling, arrived_s, _handling(request, common))
-        return await self._answer(request, common, ChatAnswer(job))
+        job = Job(new_request_id("chatcmpl"), model, prompt, sampling, arrived_s, _handling(request, common.handling))
+        return await self._answer(request, common, ChatAnswer(job, common.tells_prompt))
 
     async def complete(self, request: Request) -> Response:
         """/v1/completions."""
@@ -110,8 +124,34 @@ class HttpServer:
         asked = parse_prompt(body)
         prompt = await self._models.text_prompt(model, asked) if isinstance(asked, str) else Prompt(asked)
         sampling = await self._models.prepare(model, common.sampling)
-        job = Job(new_request_id("cmpl"), model, prompt, sampling, arrived_s, _handling(request, common))
-        return await self._answer(request, common, TextAnswer(job))
+        job = Job(new_request_id("cmpl"), model, prompt, sampling, arrived_s, _handling(request, common.handling))
+        echoed = None
+        if common.echo:
+            echoed = asked if isinstance(asked, str) else model.tokenizer.decode(asked)
+        return await self._answer(request, common, TextAnswer(job, common.tells_prompt, echoed))
+
+    async def embed(self, request: Request) -> Response:
+        """/v1/embeddings."""
+        arrived_s = time.monotonic()
+        asked = parse_embedding(parse_body(await _read(request)))
+        model = self._models.get(asked.model)
+        prompts = [
+            await self._models.text_prompt(model, each) if isinstance(each, str) else Prompt(each)
+            for each in asked.inputs
+        ]
+        job = EmbedJob(
+            new_request_id("embd"),
+            model,
+            tuple(prompts),
+            arrived_s,
+            _handling(request, asked.handling),
+            pooling=asked.pooling,
+            normalize=asked.normalize,
+            dimensions=asked.dimensions,
+        )
+        embedded = await _unless_disconnected(request, embed(self._conductor, job))
+        body = embedding_body(job, embedded, is_base64=asked.is_base64)
+        return JSONResponse(body, headers={"x-request-id": job.request_id})
 
     async def fleet(self, request: Request) -> Response:
         """AdminService.GetFleet."""
@@ -153,6 +193,23 @@ class HttpServer:
     async def placement(self, request: Request) -> Response:
         """AdminService.GetPlacement."""
         return _json(await self._admin.GetPlacement(admin_pb2.GetPlacementRequest(), None))
+
+    async def adapters(self, request: Request) -> Response:
+        """AdminService.ListAdapters."""
+        return _json(await self._admin.ListAdapters(admin_pb2.ListAdaptersRequest(), None))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """AdminService.LoadAdapter of {"name": ..., "path": ..., "model": ...}."""
+        body = parse_body(await _read(request))
+        asked = admin_pb2.LoadAdapterRequest(
+            name=_text(body, "name"), path=_text(body, "path"), model=_text(body, "model", "")
+        )
+        return _json(await self._admin.LoadAdapter(asked, None))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """AdminService.UnloadAdapter of {"name": ...}."""
+        name = _text(parse_body(await _read(request)), "name")
+        return _json(await self._admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name), None))
 
     async def _answer(self, request: Request, common: OpenAIRequest, answer: Answer) -> Response:
         events = serve_answers(self._conductor, answer.job, common.num_answers)
@@ -268,8 +325,34 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, in the shape of all other errors."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_such_route"}}
+    code = "method_not_allowed" if error.status_code == 405 else "no_such_route"
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    """A fault of ours: the client is told no more, the log everything."""
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    message = f"{request.method} {request.url.path}: internal error; the gateway's log has it"
+    body = {"error": {"message": message, "type": "server_error", "param": None, "code": "internal"}}
+    return JSONResponse(body, status_code=500)
+
+
+class WebPageRefused(CideryError):
+    """Browsers send such requests for any page that is open, also to a loopback address."""
+
+    reason = "WEB_PAGE_REFUSED"
+    http_status = 403
+
+
+def _no_web_page(handle: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        origin = request.headers.get("origin")
+        if origin is not None:
+            raise WebPageRefused(f"the fleet can't be steered from a web page (origin {origin[:100]!r})")
+        return await handle(request)
+
+    return answer
 
 
 def _answering(handle: Endpoint) -> Endpoint:
@@ -293,10 +376,9 @@ async def _read(request: Request) -> bytes:
     return bytes(body)
 
 
-def _handling(request: Request, common: OpenAIRequest) -> Handling:
+def _handling(request: Request, handling: Handling) -> Handling:
     """A session may be named in a header too, as clients do who can't add fields."""
-    session = common.handling.session or request.headers.get(SESSION_HEADER, "")
-    return replace(common.handling, session=session)
+    return replace(handling, session=handling.session or request.headers.get(SESSION_HEADER, ""))
 
 
 def _text(body: Any, field: str, default: str | None = None) -> str:

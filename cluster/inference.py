@@ -11,6 +11,7 @@ import grpc
 from cluster import grammars, wire
 from cluster.choices import serve_answers
 from cluster.conductor import Completed, Conductor, Event, Job, TextChunk
+from cluster.embeddings import EmbedJob, check_num_inputs, embed
 from cluster.errors import InvalidRequest
 from cluster.handling import SESSION_HEADER, Handling
 from cluster.sampling import SamplingRequest, check_num_answers
@@ -33,12 +34,7 @@ class InferenceServicer:
         """See inference.proto."""
         arrived_s = time.monotonic()
         model = self._models.get(request.model)
-        if request.WhichOneof("prompt") is None:
-            raise InvalidRequest("prompt", "is missing; give text or token_ids")
-        if request.WhichOneof("prompt") == "text":
-            prompt = await self._models.text_prompt(model, request.text)
-        else:
-            prompt = Prompt(tuple(request.token_ids.ids))
+        prompt = await self._prompt(model, request, "prompt")
         handling = _handling(request.handling, context)
         num_answers = check_num_answers(request.n if request.HasField("n") else None)
         asked = await self._models.prepare(model, sampling_request(request.sampling))
@@ -71,12 +67,61 @@ class InferenceServicer:
             prompt = await self._models.text_prompt(model, request.text)
         return inference_pb2.TokenizeResponse(token_ids=prompt.token_ids, message_ends=prompt.boundaries)
 
+    async def Embed(  # noqa: N802
+        self, request: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.EmbedResponse:
+        """See inference.proto."""
+        arrived_s = time.monotonic()
+        model = self._models.get(request.model)
+        check_num_inputs("inputs", len(request.inputs))
+        if request.pooling not in wire.POOLING_FROM_PROTO:
+            known = ", ".join(sampling_pb2.Pooling.keys()[1:])
+            raise InvalidRequest("pooling", f"must be one of {known}, got {request.pooling}")
+        prompts = [await self._prompt(model, each, f"inputs[{index}]") for index, each in enumerate(request.inputs)]
+        job = EmbedJob(
+            new_request_id("embd"),
+            model,
+            tuple(prompts),
+            arrived_s,
+            _handling(request.handling, context),
+            "inputs",
+            _deadline_s(context),
+            pooling=wire.POOLING_FROM_PROTO[request.pooling],
+            normalize=request.normalize if request.HasField("normalize") else True,
+            dimensions=request.dimensions if request.HasField("dimensions") else None,
+        )
+        await context.send_initial_metadata((("x-request-id", job.request_id),))
+        return inference_pb2.EmbedResponse(
+            request_id=job.request_id,
+            embeddings=[
+                inference_pb2.Embedding(
+                    values=each.values,
+                    num_prompt_tokens=each.num_prompt_tokens,
+                    num_cached_tokens=each.num_cached_tokens,
+                )
+                for each in await embed(self._conductor, job)
+            ],
+            pooling=wire.POOLING_TO_PROTO[job.resolved_pooling],
+        )
+
+    async def _prompt(
+        self, model: ServedModel, given: inference_pb2.GenerateRequest | inference_pb2.EmbedInput, field: str
+    ) -> Prompt:
+        kind = given.WhichOneof("prompt" if isinstance(given, inference_pb2.GenerateRequest) else "input")
+        if kind is None:
+            raise InvalidRequest(field, "is missing; give text or token_ids")
+        if kind == "text":
+            return await self._models.text_prompt(model, given.text)
+        return Prompt(tuple(given.token_ids.ids))
+
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
         models = [
-            inference_pb2.Model(id=model.name, max_model_len=model.max_model_len, num_macs=model.num_macs)
+            inference_pb2.Model(
+                id=model.name, max_model_len=model.max_model_len, num_macs=model.num_macs, parent=model.parent
+            )
             for model in self._models.all()
         ]
         return inference_pb2.ListModelsResponse(models=models)
@@ -131,6 +176,7 @@ def sampling_request(message: sampling_pb2.SamplingParams) -> SamplingRequest:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         num_top_logprobs=whole("num_top_logprobs"),
+        num_prompt_logprobs=whole("num_prompt_logprobs"),
         frequency_penalty=real("frequency_penalty"),
         presence_penalty=real("presence_penalty"),
         repetition_penalty=real("repetition_penalty"),
@@ -166,7 +212,11 @@ def _messages(messages: Iterable[inference_pb2.ChatMessage]) -> list[Message]:
 def _event(event: Event, model: ServedModel) -> dict[str, object]:
     if isinstance(event, TextChunk):
         logprobs = [_logprobs(each, model.tokenizer) for each in event.logprobs]
-        return {"chunk": inference_pb2.Chunk(text=event.text, token_ids=event.token_ids, logprobs=logprobs)}
+        of_prompt = [_logprobs(each, model.tokenizer) for each in event.prompt_logprobs]
+        chunk = inference_pb2.Chunk(
+            text=event.text, token_ids=event.token_ids, logprobs=logprobs, prompt_logprobs=of_prompt
+        )
+        return {"chunk": chunk}
     return {"completion": _completion(event)}
 
 

@@ -52,5 +52,7 @@ def kind_of(value: object) -> str:
     """A short name in JSON's words, with the value where it is short."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     name = names.get(type(value), "a number")
+    if isinstance(value, dict | list | type(None)):
+        return name
     shown = json.dumps(value, default=str)
-    return f"{name} ({shown})" if len(shown) <= 60 and not isinstance(value, dict | list | type(None)) else name
+    return f"{name} ({shown})" if len(shown) <= 60 else name

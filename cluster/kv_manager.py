@@ -43,6 +43,7 @@ class ManagerStatus:
     worker_pid: int | None
     device: str
     kernels: str
+    kernel_failures: dict[str, int]
     worker_memory_bytes: int
     num_worker_restarts: int
     num_blocks: int
@@ -149,6 +150,7 @@ class KVManager:
             worker_pid=engine.worker_pid if engine else None,
             device=described.device if described else "",
             kernels=described.kernels if described else "",
+            kernel_failures=dict(engine.kernel_failures) if engine else {},
             worker_memory_bytes=engine.worker_memory_bytes if engine else 0,
             num_worker_restarts=engine.num_worker_restarts if engine else 0,
             num_blocks=kv.num_blocks if kv else 0,

@@ -10,14 +10,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli_types import Bytes
-from cluster.config import bundled_model
+from cluster.cli_types import Bytes, quantization_options
+from cluster.config import bundled_model, check_block_size
 from cluster.kv.layout import KVGroup, KVLayout
 from cluster.kv.planner import KVBudgetTooSmall, describe, kind_name, min_match_tokens, plan_layout
-from cluster.kv.spec import ChunkedLocalSpec, LayerSpec, SharedKVSpec, SlidingWindowSpec
-from cluster.model_kv import KV_BITS, specs_from_config
+from cluster.kv.spec import AttentionSpec, ChunkedLocalSpec, LayerSpec, SharedKVSpec, SlidingWindowSpec
+from cluster.model_kv import specs_from_config
 
-_BITS = ", ".join(map(str, KV_BITS))
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # As an engine runs: windows keep their blocks until the plans under way have been processed.
 _MAX_PLANS_IN_FLIGHT = 2
@@ -39,7 +38,7 @@ def kv() -> None:
     help="Share of --memory that the KV cache may take.",
 )
 @click.option("--max-model-len", default=None, type=int, help="Longest context in tokens.  [default: the model's]")
-@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block: 16 or 32.")
 @click.option(
     "--max-num-batched-tokens",
     default=512,
@@ -47,7 +46,7 @@ def kv() -> None:
     type=click.IntRange(min=1),
     help="Tokens of one step of one Mac: windows stay so much longer.",
 )
-@click.option("--kv-bits", default=None, type=int, help=f"Quantise keys and values: {_BITS}.")
+@quantization_options
 @click.option(
     "--disable-hybrid-kv-cache-manager", is_flag=True, help="Keep every token of sliding windows and chunks too."
 )
@@ -60,7 +59,13 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     config = _read_config(Path(model or bundled_model()).expanduser())
     max_model_len = options["max_model_len"]
     try:
-        specs = specs_from_config(config, kv_bits=options["kv_bits"], dtype_bytes=_dtype_bytes(config))
+        check_block_size(options["block_size"])
+        specs = specs_from_config(
+            config,
+            kv_bits=options["kv_bits"],
+            kv_group_size=options["kv_group_size"],
+            dtype_bytes=_dtype_bytes(config),
+        )
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     try:
@@ -77,6 +82,8 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     report = _report(layout, specs, str(_text(config).get("model_type", "")))
+    if options["kv_bits"] is not None:
+        report["reasons"].append(_quantised(specs))
     if options["disable_hybrid_kv_cache_manager"]:
         report["reasons"].append("Windows and chunks keep every token, as --disable-hybrid-kv-cache-manager asks.")
     if as_json:
@@ -146,6 +153,14 @@ def _report(layout: KVLayout, specs: Sequence[LayerSpec], model_type: str) -> di
         "min_match_tokens": min_match_tokens(layout),
         "reasons": describe(layout),
     }
+
+
+def _quantised(specs: Sequence[LayerSpec]) -> str:
+    formats = {spec.format for spec in specs if isinstance(spec, AttentionSpec)}
+    kinds = " and ".join(sorted(f"{kind.bits} bits in groups of {kind.group_size}" for kind in formats))
+    if not kinds:
+        return "Nothing is quantised: recurrent states never are."
+    return f"Keys and values are stored in {kinds}, a scale and a bias each; recurrent states never are."
 
 
 def _group(group: KVGroup, block_size: int) -> dict[str, Any]:

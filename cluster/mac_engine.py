@@ -7,17 +7,27 @@ read before an await and written after it.
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from cluster import wire
+from cluster.adapters import AdapterList
 from cluster.config import MacConfig
-from cluster.errors import CideryError, InvalidRequest, MacLost, Overloaded, RequestTooLong, StartupFailed
+from cluster.errors import (
+    AdapterNotLoaded,
+    CideryError,
+    InvalidRequest,
+    MacLost,
+    Overloaded,
+    RequestTooLong,
+    StartupFailed,
+)
 from cluster.kv.hashing import BlockHash, root_hash
 from cluster.kv.manager import KVCacheManager
+from cluster.mac_adapters import MacAdapters
 from cluster.mac_memory import kv_format, plan_kv
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.routing.speed import StepSample
@@ -69,6 +79,9 @@ class MacEngine:
         self._num_losses: dict[str, int] = {}
         self._is_running = False
         self._is_measured = False
+        self.adapters = MacAdapters(
+            config.model.name, config.kv.adapter_memory_bytes, self._send_to_worker, self._on_change
+        )
         self.described: worker_pb2.Description | None = None
         self.scheduler: Scheduler | None = None
         self.kv: KVCacheManager | None = None
@@ -76,6 +89,8 @@ class MacEngine:
         self.max_model_len = 0
         self.epoch = 0
         self.num_worker_restarts = 0
+        # By kernel: starts of a worker at which its self-test turned it off.
+        self.kernel_failures: Counter[str] = Counter()
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.worker_memory_bytes = 0
@@ -159,6 +174,7 @@ class MacEngine:
         if self.scheduler is not None and self.scheduler.abort(request_id):
             log.info("aborted request_id=%s", request_id)
             self._on_change()
+            self._let_adapters_go()
             self._pump()
 
     def _admit(self, message: node_pb2.Open) -> Update | None:
@@ -166,8 +182,12 @@ class MacEngine:
         if self.scheduler is None or self.described is None:
             raise MacLost(f"{self.mac} has not finished starting")
         if message.root_hash != self.root:
-            raise InvalidRequest("root_hash", f"the gateway's model, tokenizer or block size differs from {self.mac}'s")
+            raise InvalidRequest(
+                "root_hash", f"the gateway's model, tokenizer, KV format or block size differs from {self.mac}'s"
+            )
         request = wire.request_from_open(message, self.described.eos_token_ids)
+        if request.adapter:
+            self.adapters.require(request.adapter)
         rules = request.sampling.rules
         if rules.grammar and not self.described.eos_token_ids:
             raise InvalidRequest("grammar", "the model has no end token, which is what follows a complete answer")
@@ -191,10 +211,11 @@ class MacEngine:
 
     async def _run_worker(self) -> None:
         """From the start of one worker to its end."""
-        worker = await WorkerProcess.start(self._config.model, self._folder, self._log_path)
+        worker = await WorkerProcess.start(self._config, self._folder, self._log_path)
         self._worker = worker
         try:
             described = await worker.connect()
+            self.kernel_failures.update(described.failed_kernels)
             configure = self._prepare(described)
             worker.send(worker_pb2.ManagerMessage(configure=configure))
             answer = await worker.receive()
@@ -202,11 +223,12 @@ class MacEngine:
                 reason = "it ended" if answer is None else answer.failure.message
                 raise StartupFailed(f"{self.mac}: the worker could not be configured: {reason}\n{worker.log_tail()}")
             await self._measure(worker)
+            await self._load_adapters(worker)
             self._is_running = True
             log.info(
-                "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
-                *(self.mac, worker.pid, described.device, described.kernels),
-                *(answer.configured.kv_bytes, sum(configure.num_blocks)),
+                "worker ready mac=%s pid=%d device=%s kernels=%s kv=%s kv_bytes=%d num_blocks=%d activation_bytes=%d",
+                *(self.mac, worker.pid, described.device, described.kernels, kv_format(described)),
+                *(answer.configured.kv_bytes, sum(configure.num_blocks), described.activation_bytes),
             )
             self._on_change()
             self._pump()
@@ -234,13 +256,51 @@ class MacEngine:
         self._is_measured = True
         self.step_samples.extend(samples)
 
+    async def _load_adapters(self, worker: WorkerProcess) -> None:
+        """What the worker before this one had; requests whose adapter can't be had any more are given up."""
+        while messages := self.adapters.take_unasked():
+            for message in messages:
+                worker.send(message)
+                answer = await worker.receive()
+                if answer is None or not answer.HasField("adapter_loaded"):
+                    raise StartupFailed(f"{self.mac}: the worker fails when it loads adapters\n{worker.log_tail()}")
+                self._adapter_loaded(answer.adapter_loaded)
+
+    def follow_adapters(self, wanted: AdapterList) -> None:
+        """The fleet's list of adapters has changed."""
+        self.adapters.follow(wanted)
+        self._let_adapters_go()
+
+    def _adapter_loaded(self, message: worker_pb2.AdapterLoaded) -> None:
+        if self.adapters.loaded(message):
+            return
+        error = AdapterNotLoaded(f"{self.mac} lost its worker and can't load the adapter again: {message.refusal}")
+        for request_id, sink in list(self._sinks.items()):
+            if self.scheduler is not None and self.scheduler.adapter_of(request_id) == message.digest:
+                self.abort(request_id, sink)
+                sink.deliver([wire.failure_to_proto(request_id, error)])
+
+    def _let_adapters_go(self) -> None:
+        if self.scheduler is not None:
+            self.adapters.let_go(self.scheduler.uses_adapter)
+
+    def _send_to_worker(self, message: worker_pb2.ManagerMessage) -> bool:
+        """False while no worker runs."""
+        if not self._is_running or self._worker is None:
+            return False
+        self._worker.send(message)
+        return True
+
     async def _take_results(self, worker: WorkerProcess) -> None:
         """Results of plans, until the worker fails or is gone."""
         while (message := await self._next_message(worker)) is not None:
             if message.HasField("failure"):
                 log.error("worker failed mac=%s error=%s", self.mac, message.failure.message)
                 return
-            self._apply(message.result)
+            if message.HasField("adapter_loaded"):
+                self._adapter_loaded(message.adapter_loaded)
+            else:
+                self._apply(message.result)
 
     async def _next_message(self, worker: WorkerProcess) -> worker_pb2.WorkerMessage | None:
         """None when the worker is gone, or has not finished a step for so long that it must be taken for hung."""
@@ -322,6 +382,7 @@ class MacEngine:
         self._deliver(updates)
         if any(update.finish is not None for update in updates):
             self._on_change()
+            self._let_adapters_go()
 
     def _deliver(self, updates: list[Update]) -> None:
         by_sink: dict[UpdateSink, list[node_pb2.Update]] = {}
@@ -339,6 +400,7 @@ class MacEngine:
         """The KV is gone; requests are not: they are computed again by the next worker."""
         assert self.scheduler is not None
         self._in_flight.clear()
+        self.adapters.worker_lost()
         self.scheduler.worker_lost()
         self._give_up_on_killers()
         self._on_change()

@@ -2,7 +2,7 @@
 
 from cluster.config import KVConfig
 from cluster.kv.layout import KVLayout
-from cluster.kv.planner import plan_layout
+from cluster.kv.planner import KVBudgetTooSmall, plan_layout
 from cluster.kv.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -15,8 +15,6 @@ from cluster.kv.spec import (
 )
 from protos.cidery.worker.v1 import worker_pb2
 
-# Activations of the largest step and MLX's buffer cache, until they are measured by a dry run.
-ACTIVATION_BYTES = 512 * 1024 * 1024
 # A CPU serves for trying things out beside other programs: take a gigabyte unless told otherwise.
 CPU_KV_BYTES = 1024 * 1024 * 1024
 
@@ -24,19 +22,20 @@ _DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
-    """What is told, or the allowed share of the working set less weights and activations; may come out negative.
+    """What is told, or the allowed share of the working set less weights, adapters and activations; may be negative.
 
-    Raises ValueError for a size that the machine does not have.
+    MLX's buffers of freed arrays don't count: it gives them back before it exceeds its limit. Raises ValueError for a
+    size that the machine does not have.
     """
+    taken = described.weights_bytes + described.activation_bytes + config.adapter_memory_bytes
     if config.cache_memory_bytes is not None:
-        room = described.memory_limit_bytes - described.weights_bytes
+        room = described.memory_limit_bytes - taken
         if config.cache_memory_bytes > room:
-            raise ValueError(
-                f"a KV cache of {config.cache_memory_bytes} bytes does not fit: beside the weights {room} are left"
-            )
+            asked = f"a KV cache of {config.cache_memory_bytes} bytes"
+            beside = f"{_taken(described)} and {config.adapter_memory_bytes} for adapters"
+            raise ValueError(f"{asked} does not fit: beside {beside} {room} are left")
         return config.cache_memory_bytes
-    share = int(described.memory_limit_bytes * config.memory_utilization)
-    budget = share - described.weights_bytes - ACTIVATION_BYTES
+    budget = int(described.memory_limit_bytes * config.memory_utilization) - taken
     return budget if described.is_gpu else min(budget, CPU_KV_BYTES)
 
 
@@ -49,19 +48,36 @@ def plan_kv(
     described: worker_pb2.Description, config: KVConfig, *, max_model_len: int, max_in_flight_tokens: int
 ) -> KVLayout:
     """The layout of a Mac's KV memory. Raises what the planner raises."""
-    return plan_layout(
-        layer_specs(described),
-        kv_budget_bytes=kv_budget_bytes(described, config),
-        max_model_len=max_model_len,
-        block_size=config.block_size_tokens,
-        max_in_flight_tokens=max_in_flight_tokens,
-        hybrid=config.enable_hybrid,
-    )
+    try:
+        return plan_layout(
+            layer_specs(described),
+            kv_budget_bytes=kv_budget_bytes(described, config),
+            max_model_len=max_model_len,
+            block_size=config.block_size_tokens,
+            max_in_flight_tokens=max_in_flight_tokens,
+            hybrid=config.enable_hybrid,
+        )
+    except KVBudgetTooSmall as error:
+        if config.cache_memory_bytes is not None:
+            raise
+        of = f"{config.memory_utilization:.0%} of {described.memory_limit_bytes} bytes"
+        raise KVBudgetTooSmall(
+            f"{error}. The budget is what {_taken(described)} leave of {of}: a smaller max_num_batched_tokens or "
+            "max_num_seqs makes steps smaller"
+        ) from error
+
+
+def _taken(described: worker_pb2.Description) -> str:
+    return f"weights of {described.weights_bytes} and steps of {described.activation_bytes} bytes"
 
 
 def kv_format(described: worker_pb2.Description) -> str:
     """Names the type of what is cached: Macs that store it otherwise have other blocks."""
-    return "+".join(sorted({layer.dtype for layer in described.layers if layer.dtype})) or "states"
+    return "+".join(sorted({_stored_as(layer) for layer in described.layers if layer.dtype})) or "states"
+
+
+def _stored_as(layer: worker_pb2.Layer) -> str:
+    return f"{layer.dtype} in {layer.kv_bits} bits by {layer.kv_group_size}" if layer.kv_bits else layer.dtype
 
 
 def _spec(layer: worker_pb2.Layer) -> LayerSpec:
@@ -70,6 +86,8 @@ def _spec(layer: worker_pb2.Layer) -> LayerSpec:
         return RecurrentStateSpec("recurrent_state", tensors)
     heads, dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.value_head_dim
     stored = KVFormat(_DTYPE_BITS[layer.dtype])
+    if layer.kv_bits:
+        stored = KVFormat(layer.kv_bits, layer.kv_group_size, 2 * _DTYPE_BITS[layer.dtype] // 8)
     if layer.kind == worker_pb2.LAYER_KIND_LATENT_ATTENTION:
         return MLASpec(heads * dim, heads * value_dim, stored)
     value_head_dim = None if value_dim == dim else value_dim

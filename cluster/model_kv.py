@@ -11,6 +11,7 @@ from enum import Enum
 from math import gcd
 from typing import Any
 
+from cluster.config import KV_GROUP_SIZES, check_quantization
 from cluster.kv.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -24,9 +25,7 @@ from cluster.kv.spec import (
     StateTensor,
 )
 
-KV_BITS = (2, 3, 4, 5, 6, 8)
 _STATE_BYTES = 4
-_QUANTISED_GROUP_SIZES = (64, 32)
 
 
 class _Kind(Enum):
@@ -83,20 +82,23 @@ _UNREADABLE = (
 )
 
 
-def specs_from_config(config: dict[str, Any], *, kv_bits: int | None = None, dtype_bytes: int = 2) -> list[LayerSpec]:
+def specs_from_config(
+    config: dict[str, Any], *, kv_bits: int | None = None, kv_group_size: int | None = None, dtype_bytes: int = 2
+) -> list[LayerSpec]:
     """One spec for each layer with a KV cache, in the model's order; layers that are only an MLP have none.
 
-    `kv_bits` quantises keys and values, with a scale and a bias of the model's type for each 64 (or 32) elements;
-    states are never quantised. Raises ValueError naming the model type and the field that is missing or not understood.
+    `kv_bits` quantises keys and values, with a scale and a bias of the model's type for each `kv_group_size` elements
+    (None: 64, or 32); states are never quantised. Raises ValueError naming the model type and the field that is missing
+    or not understood.
     """
-    if kv_bits is not None and kv_bits not in KV_BITS:
-        raise ValueError(f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, got {kv_bits}")
+    check_quantization(kv_bits, kv_group_size)
     fields = _Fields.of(config)
     kinds = _layer_kinds(fields)
     first_shared = len(kinds) - fields.optional("num_kv_shared_layers", 0)
     if first_shared < 0:
         raise fields.error(f"shares the KV of {len(kinds) - first_shared} layers, and has {len(kinds)}")
-    maker = _SpecMaker(fields, kv_bits, dtype_bytes)
+    group_sizes = sorted(KV_GROUP_SIZES, reverse=True) if kv_group_size is None else [kv_group_size]
+    maker = _SpecMaker(fields, kv_bits, group_sizes, dtype_bytes)
     specs: list[LayerSpec] = []
     last_of_kind: dict[_Kind, int] = {}
     for layer, kind in enumerate(kinds):
@@ -239,9 +241,10 @@ def _every(fields: _Fields, interval: int, other: _Kind) -> list[_Kind]:
 class _SpecMaker:
     """The spec of each kind of layer of one model."""
 
-    def __init__(self, fields: _Fields, kv_bits: int | None, dtype_bytes: int) -> None:
+    def __init__(self, fields: _Fields, kv_bits: int | None, group_sizes: Sequence[int], dtype_bytes: int) -> None:
         self._fields = fields
         self._kv_bits = kv_bits
+        self._group_sizes = group_sizes
         self._dtype_bytes = dtype_bytes
         self._makers: dict[_Kind, Callable[[], KVSpec]] = {
             _Kind.FULL: self._full,
@@ -263,10 +266,11 @@ class _SpecMaker:
         if self._kv_bits is None:
             return KVFormat(8 * self._dtype_bytes)
         common = gcd(*dims)
-        for group_size in _QUANTISED_GROUP_SIZES:
+        for group_size in self._group_sizes:
             if common % group_size == 0:
                 return KVFormat(self._kv_bits, group_size, 2 * self._dtype_bytes)
-        raise self._fields.error(f"has keys or values of {common} elements; kv_bits needs a multiple of 32")
+        least = min(self._group_sizes)
+        raise self._fields.error(f"has keys or values of {common} elements; kv_bits needs a multiple of {least}")
 
     def _heads(self) -> int:
         return self._fields.number("num_key_value_heads", "num_attention_heads")

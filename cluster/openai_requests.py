@@ -8,19 +8,22 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from cluster.handling import Handling
 from cluster.json_fields import integer, is_int, kind_of, number, typed
-from cluster.openai_sampling import parse_sampling
+from cluster.openai_sampling import parse_sampling, wants_echo
 from cluster.sampling import SamplingRequest, check_num_answers
 from cluster.tokenizer import Message
 
 # Accepted only with the value that means "off".
 _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
 }
+# More than any model's context.
+MAX_PROMPT_IDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,10 @@ class OpenAIRequest:
     include_usage: bool
     handling: Handling
     num_answers: int
+    # The prompt is part of the text, and its log-probabilities of those.
+    echo: bool = False
+    # Log-probabilities of the prompt have a field of their own.
+    tells_prompt: bool = False
 
 
 def parse_body(body: bytes) -> Mapping[str, Any]:
@@ -54,19 +61,27 @@ def parse_body(body: bytes) -> Mapping[str, Any]:
 
 def parse_common(body: Mapping[str, Any], *, is_chat: bool) -> OpenAIRequest:
     """Model, sampling and streaming options of either endpoint."""
+    if is_chat and wants_echo(body):
+        raise InvalidRequest("echo", "is of /v1/completions; here prompt_logprobs says how likely the prompt is")
     for field, off_values in _OFF_VALUES.items():
         value = body.get(field)
         if value is not None and value not in off_values:
-            raise InvalidRequest(field, f"is not supported; leave it out or give {off_values[0]!r}, got {value!r}")
+            raise InvalidRequest(field, f"is not supported; {_advice(off_values)}, got {kind_of(value)}")
     options = typed(body, "stream_options", dict, "an object") or {}
     return OpenAIRequest(
         model=typed(body, "model", str, "a string") or "",
         sampling=parse_sampling(body, is_chat=is_chat),
         stream=typed(body, "stream", bool, "true or false") or False,
         include_usage=typed(options, "include_usage", bool, "true or false") or False,
-        handling=_handling(body),
+        handling=parse_handling(body),
         num_answers=check_num_answers(integer(body, "n")),
+        echo=not is_chat and wants_echo(body),
+        tells_prompt=integer(body, "prompt_logprobs") is not None,
     )
+
+
+def _advice(off_values: tuple[Any, ...]) -> str:
+    return f"leave it out or give {off_values[0]!r}" if off_values else "leave it out"
 
 
 def parse_messages(body: Mapping[str, Any]) -> list[Message]:
@@ -84,14 +99,21 @@ def parse_prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and all(is_int(item) for item in prompt):
-        return tuple(prompt)
     if prompt is None:
         raise InvalidRequest("prompt", "is missing")
-    raise InvalidRequest("prompt", f"must be one string or one list of token ids, got {kind_of(prompt)}")
+    if not isinstance(prompt, list):
+        raise InvalidRequest("prompt", f"must be one string or one list of token ids, got {kind_of(prompt)}")
+    if len(prompt) > MAX_PROMPT_IDS:
+        # Before each is looked at: others' streams wait meanwhile.
+        raise InvalidRequest("prompt", f"may have at most {MAX_PROMPT_IDS} token ids, got {len(prompt)}")
+    if all(is_int(item) for item in prompt):
+        return tuple(prompt)
+    if all(isinstance(item, str | list) for item in prompt):
+        raise InvalidRequest("prompt", f"is one prompt a request, not a batch; got {len(prompt)}")
+    raise InvalidRequest("prompt", "must be one string or one list of token ids, got a list of something else")
 
 
-def _handling(body: Mapping[str, Any]) -> Handling:
+def parse_handling(body: Mapping[str, Any]) -> Handling:
     """Fields of ours beside OpenAI's, named as in handling.proto."""
     return Handling(
         tenant=typed(body, "tenant", str, "a string") or "",

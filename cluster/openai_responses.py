@@ -3,6 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ def model_body(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "cidery",
+        "parent": model.parent or None,
         "max_model_len": model.max_model_len,
         "num_macs": model.num_macs,
     }
@@ -76,23 +78,37 @@ def _seeds(completed: list[Completed]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Answer(ABC):
-    """Builds the bodies of the answers to one request."""
+    """Builds the bodies of the answers to one request.
+
+    `echoed` is the prompt as text, if it is part of the answer. `tells_prompt`: log-probabilities of the prompt have a
+    field of their own.
+    """
 
     job: Job
+    tells_prompt: bool = False
+    echoed: str | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     object_name = ""
     chunk_object_name = ""
 
     @abstractmethod
-    def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]: ...
+    def _whole_choice(self, text: str, logprobs: dict[str, Any] | None, finish: str) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]: ...
+    def _chunk_choice(self, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, told: Sequence[TokenLogprobs], *, with_first: bool = False) -> dict[str, Any] | None:
+        """`with_first`: the prompt's first token, which nothing predicts, comes before them."""
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         """What a stream opens an answer with, before any text."""
-        return None
+        if self.echoed is None and not self.tells_prompt:
+            return None
+        logprobs = self._logprobs((), with_first=True) if self._echoes_logprobs else None
+        choice = {"index": index} | self._chunk_choice(self.echoed or "", logprobs, None)
+        return self._frame(self.chunk_object_name, [choice | self._prompt_logprobs((), with_first=True)])
 
     def whole(self, events: list[Indexed]) -> dict[str, Any]:
         """The body of answers that are not streamed."""
@@ -114,20 +130,47 @@ class Answer(ABC):
         chunks = [event for event in events if isinstance(event, TextChunk)]
         completed = events[-1]
         assert isinstance(completed, Completed)
-        text = "".join(chunk.text for chunk in chunks)
-        logprobs = [each for chunk in chunks for each in chunk.logprobs]
-        return self._whole_choice(text, logprobs, _FINISH[completed.finish]), completed
+        text = (self.echoed or "") + "".join(chunk.text for chunk in chunks)
+        of_prompt = [each for chunk in chunks for each in chunk.prompt_logprobs]
+        told = [each for chunk in chunks for each in chunk.logprobs]
+        logprobs = self._logprobs(self._shown(of_prompt, told), with_first=self._echoes_logprobs)
+        choice = self._whole_choice(text, logprobs, _FINISH[completed.finish])
+        return choice | self._prompt_logprobs(of_prompt, with_first=True), completed
 
     def chunk(self, indexed: Indexed) -> dict[str, Any] | None:
         """One chunk of a stream; None when there is nothing to show yet."""
         index, event = {"index": indexed.index}, indexed.event
         if isinstance(event, Completed):
-            choice = index | self._chunk_choice("", (), _FINISH[event.finish])
+            choice = index | self._chunk_choice("", None, _FINISH[event.finish])
             return self._frame(self.chunk_object_name, [choice]) | {"cidery": extension_body(event)}
-        if not event.text and not event.logprobs:
+        shown = self._shown(event.prompt_logprobs, event.logprobs)
+        if not event.text and not shown and not event.prompt_logprobs:
             return None
-        choice = index | self._chunk_choice(event.text, event.logprobs, None)
-        return self._frame(self.chunk_object_name, [choice])
+        choice = index | self._chunk_choice(event.text, self._logprobs(shown), None)
+        return self._frame(self.chunk_object_name, [choice | self._prompt_logprobs(event.prompt_logprobs)])
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        return self.echoed is not None and self.job.asked.num_prompt_logprobs is not None
+
+    def _shown(self, of_prompt: Sequence[TokenLogprobs], told: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        return [*of_prompt, *told] if self.echoed is not None else [*told]
+
+    def _prompt_logprobs(self, told: Sequence[TokenLogprobs], *, with_first: bool = False) -> dict[str, Any]:
+        """vLLM's field: by token id, the prompt's own token and its likeliest rivals; none for the first token."""
+        if not self.tells_prompt or not (told or with_first):
+            return {}
+        tokenizer = self.job.model.tokenizer
+        entries: list[dict[str, Any] | None] = [None] if with_first else []
+        for each in told:
+            pairs = dict(each.top) | {each.token_id: each.logprob}
+            entries.append(
+                {
+                    str(token_id): {"logprob": logprob, "decoded_token": tokenizer.token_text(token_id)}
+                    for token_id, logprob in pairs.items()
+                }
+            )
+        return {"prompt_logprobs": entries}
 
     def usage_chunk(self, completed: Completed) -> dict[str, Any]:
         """The extra chunk that `stream_options.include_usage` asks for."""
@@ -157,27 +200,27 @@ class ChatAnswer(Answer):
             "logprobs": None,
             "finish_reason": None,
         }
-        return self._frame(self.chunk_object_name, [choice])
+        return self._frame(self.chunk_object_name, [choice | self._prompt_logprobs((), with_first=True)])
 
-    def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]:
+    def _whole_choice(self, text: str, logprobs: dict[str, Any] | None, finish: str) -> dict[str, Any]:
         return {
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(logprobs),
+            "logprobs": logprobs,
             "finish_reason": finish,
         }
 
-    def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]:
+    def _chunk_choice(self, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
         delta = {"content": text} if finish is None else {}
-        return {"delta": delta, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+        return {"delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, logprobs: list[TokenLogprobs] | tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
-        if not logprobs:
+    def _logprobs(self, told: Sequence[TokenLogprobs], *, with_first: bool = False) -> dict[str, Any] | None:
+        if not told:
             return None
         tokenizer = self.job.model.tokenizer
         content = [
             _token(tokenizer, each.token_id, each.logprob)
             | {"top_logprobs": [_token(tokenizer, token_id, logprob) for token_id, logprob in each.top]}
-            for each in logprobs
+            for each in told
         ]
         return {"content": content, "refusal": None}
 
@@ -188,21 +231,24 @@ class TextAnswer(Answer):
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def _whole_choice(self, text: str, logprobs: list[TokenLogprobs], finish: str) -> dict[str, Any]:
-        return {"text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+    def _whole_choice(self, text: str, logprobs: dict[str, Any] | None, finish: str) -> dict[str, Any]:
+        return {"text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _chunk_choice(self, text: str, logprobs: tuple[TokenLogprobs, ...], finish: str | None) -> dict[str, Any]:
-        return {"text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+    def _chunk_choice(self, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
+        return {"text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, logprobs: list[TokenLogprobs] | tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
-        if not logprobs:
+    def _logprobs(self, told: Sequence[TokenLogprobs], *, with_first: bool = False) -> dict[str, Any] | None:
+        if not told and not with_first:
             return None
         tokenizer = self.job.model.tokenizer
+        first = [tokenizer.token_text(self.job.prompt.token_ids[0])] if with_first else []
+        none = [None] if with_first else []
         return {
-            "tokens": [tokenizer.token_text(each.token_id) for each in logprobs],
-            "token_logprobs": [each.logprob for each in logprobs],
+            "tokens": [*first, *(tokenizer.token_text(each.token_id) for each in told)],
+            "token_logprobs": [*none, *(each.logprob for each in told)],
             "top_logprobs": [
-                {tokenizer.token_text(token_id): logprob for token_id, logprob in each.top} for each in logprobs
+                *none,
+                *({tokenizer.token_text(token_id): logprob for token_id, logprob in each.top} for each in told),
             ],
         }
 

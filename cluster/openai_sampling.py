@@ -35,7 +35,23 @@ def parse_sampling(body: Mapping[str, Any], *, is_chat: bool) -> SamplingRequest
         xtc_probability=number(body, "xtc_probability"),
         xtc_threshold=number(body, "xtc_threshold"),
         grammar=_grammar(body),
+        num_prompt_logprobs=_prompt_logprobs(body, is_chat=is_chat),
+        may_draw_none=not is_chat and wants_echo(body),
     )
+
+
+def wants_echo(body: Mapping[str, Any]) -> bool:
+    """Whether the prompt is to be part of the answer."""
+    return typed(body, "echo", bool, "true or false") or False
+
+
+def _prompt_logprobs(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    """vLLM's field; and OpenAI's echo, with which logprobs are those of the prompt too."""
+    asked = integer(body, "prompt_logprobs")
+    echoed = integer(body, "logprobs") if not is_chat and wants_echo(body) else None
+    if asked is not None and echoed not in (None, asked):
+        raise InvalidRequest("prompt_logprobs", f"must equal logprobs, which is {echoed}, with echo; got {asked}")
+    return asked if echoed is None else echoed
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
@@ -84,7 +100,10 @@ def _logit_bias(body: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS):
             raise InvalidRequest("logit_bias", f"keys must be token ids, got {key[:60]!r}")
-        bias = number(biases, key)
+        try:
+            bias = number(biases, key)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"logit_bias.{key}", error.detail) from error
         if bias is None:
             raise InvalidRequest(f"logit_bias.{key}", "must be a number, got null")
         pairs.append((int(key), bias))

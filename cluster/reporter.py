@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 
+from cluster.adapters import AdapterReport
 from cluster.errors import CideryError
 from cluster.event_wire import Batch, pack
 from cluster.mac_engine import MacEngine
@@ -38,6 +39,7 @@ class Reporter:
         self._joined_epoch = 0
         self._reported_s = 0.0
         self._digest_s = 0.0
+        self._told_adapters = AdapterReport()
         self.failure = ""
         # Remembered here because the router forgets it when it is restarted.
         self.is_draining = False
@@ -72,9 +74,10 @@ class Reporter:
             return
         now_s = time.monotonic()
         events = engine.kv.take_events()
-        if not events and now_s - self._reported_s < HEARTBEAT_S:
+        adapters = engine.adapters.report()
+        if not events and adapters == self._told_adapters and now_s - self._reported_s < HEARTBEAT_S:
             return
-        self._reported_s = now_s
+        self._reported_s, self._told_adapters = now_s, adapters
         batches: tuple[bytes, ...] = ()
         if events:
             batches = (pack(Batch(self._mac, engine.epoch, self._seq, events)),)
@@ -84,7 +87,7 @@ class Reporter:
             self._digest_s, digests = now_s, engine.kv.digests()
         steps = tuple(engine.step_samples)
         engine.step_samples.clear()
-        report = MacReport(self._mac, engine.epoch, batches, self._seq, digests, steps, engine.num_requests)
+        report = MacReport(self._mac, engine.epoch, batches, self._seq, digests, steps, engine.num_requests, adapters)
         await self._obey(await self._router("report", report), engine)
 
     async def _obey(self, answer: ReportAnswer, engine: MacEngine) -> None:
@@ -93,6 +96,8 @@ class Reporter:
         elif answer is ReportAnswer.JOIN:
             self._joined_epoch = 0
             self.hurry()
+        elif answer is ReportAnswer.ADAPTERS:
+            engine.follow_adapters(await self._router("adapters"))
 
     async def _join(self, engine: MacEngine, address: str) -> None:
         assert engine.root is not None
@@ -114,7 +119,12 @@ class Reporter:
             is_caching=engine.kv.is_caching,
         )
         answer = await self._router(
-            "join", info, engine.tokenizer_digest, is_draining=self.is_draining, cordon=self.cordon
+            "join",
+            info,
+            engine.tokenizer_digest,
+            is_draining=self.is_draining,
+            cordon=self.cordon,
+            adapters=engine.adapters.followed,
         )
         self._joined_epoch = info.epoch
         self.failure = ""

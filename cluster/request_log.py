@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TextIO
 
@@ -62,12 +62,13 @@ class RequestLog:
         max_tokens: int,
         boundaries: Sequence[int],
         finish: Finish | None,
+        extras: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """One request that has ended, however it did. A disk that is full ends the log, not the gateway. O(tokens)."""
         if self._file is None:
             return
         num_joined = max(1, _TOKENS_PER_HASH // block_size)
-        hashes = hash_blocks(root, (*prompt, *output), block_size)
+        hashes = hash_blocks(root, (*prompt, *output), block_size, extras)
         fields = {
             "cidery": VERSION,
             "at": round(at_s, 3),

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.cli_channel import DEFAULT_ADDRESS, open_channel
+from cluster.cli_channel import DEFAULT_ADDRESS, channel, checked_utf8
 from protos.cidery.v1 import admin_pb2, admin_pb2_grpc
 
 # Seconds by term, as the router adds them up.
@@ -52,12 +52,14 @@ def explain(
     if request_id is not None:
         if model:
             raise click.UsageError("--model is for a prompt; a past request has had its model")
-        request = admin_pb2.ExplainRequest(request_id=request_id)
+        request = admin_pb2.ExplainRequest(request_id=checked_utf8(request_id, "REQUEST_ID"))
     else:
         text = prompt if prompt_file is None else prompt_file.read()
-        request = admin_pb2.ExplainRequest(text=text, model=model)
-    with open_channel(address) as channel:
-        explained = admin_pb2_grpc.AdminServiceStub(channel).Explain(request, timeout=10)
+        request = admin_pb2.ExplainRequest(
+            text=checked_utf8(text or "", "the prompt"), model=checked_utf8(model, "--model")
+        )
+    with channel(address) as connected:
+        explained = admin_pb2_grpc.AdminServiceStub(connected).Explain(request, timeout=10)
     if as_json:
         options: dict[str, Any] = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
         click.echo(json.dumps(MessageToDict(explained, **options)))

@@ -7,9 +7,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from cluster.adapters import AdapterList, AdapterReport, AdapterSpec, AdapterView, FleetAdapters
 from cluster.errors import (
     CideryError,
     InvalidRequest,
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 # Macs report every second; a busy one may be late.
 SILENCE_S = 5.0
 _TICK_S = 1.0
+_NO_ADAPTERS = AdapterList()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class MacReport:
     steps: tuple[StepSample, ...]
     # Running and waiting there, by its own count.
     num_requests: int
+    adapters: AdapterReport = field(default_factory=AdapterReport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class ReportAnswer(Enum):
     RESYNC = "resync"
     # Never heard of this incarnation (the router was restarted, or lost it): join again.
     JOIN = "join"
+    # The list of adapters has changed: fetch it.
+    ADAPTERS = "adapters"
 
 
 class RouterActor:
@@ -91,6 +96,7 @@ class RouterActor:
         self._admission = Admission(self._router, config or RoutingConfig())
         # Callers of `route` whose requests wait.
         self._waiting: dict[str, asyncio.Future[Decision]] = {}
+        self._adapters = FleetAdapters()
         self._tokenizers: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         self._ticker = run_or_exit(self._tick(), "router-ticker")
@@ -99,11 +105,17 @@ class RouterActor:
         """Answers once the actor is up."""
 
     async def join(
-        self, info: MacInfo, tokenizer_digest: str, *, is_draining: bool, cordon: str | None
+        self,
+        info: MacInfo,
+        tokenizer_digest: str,
+        *,
+        is_draining: bool,
+        cordon: str | None,
+        adapters: AdapterList = _NO_ADAPTERS,
     ) -> ReportAnswer:
         """Adds a Mac or a new incarnation of one; digests must follow. Raises InvalidRequest if it doesn't fit.
 
-        `is_draining` and `cordon` are what the Mac remembers, for a router that has been restarted.
+        `is_draining`, `cordon` and `adapters` are what the Mac remembers, for a router that has been restarted.
         """
         try:
             applied = self._router.macs.join(info)
@@ -114,6 +126,7 @@ class RouterActor:
             self._router.macs.drain(info.name)
         if cordon is not None:
             self._router.macs.cordon(info.name, cordon)
+        self._adapters.adopt(adapters)
         self._tokenizers[info.model] = tokenizer_digest
         self._heard_s[info.name] = time.monotonic()
         log.info("mac joined mac=%s epoch=%d model=%s address=%s", info.name, info.epoch, info.model, info.address)
@@ -132,8 +145,9 @@ class RouterActor:
                 return ReportAnswer.RESYNC
         if report.digests is not None and self._differs(report.mac, report.epoch, report.next_seq, report.digests):
             return ReportAnswer.RESYNC
+        is_behind = self._adapters.report(report.mac, report.adapters)
         self._dispatch()
-        return ReportAnswer.OK
+        return ReportAnswer.ADAPTERS if is_behind else ReportAnswer.OK
 
     async def check_digests(
         self, mac: str, epoch: int, next_seq: int, digests: Sequence[int]
@@ -169,6 +183,7 @@ class RouterActor:
         """The Mac's manager is shutting down."""
         self._router.macs.leave(mac, epoch)
         self._heard_s.pop(mac, None)
+        self._adapters.forget(mac)
 
     async def lost(self, mac: str, epoch: int) -> None:
         """A gateway's stream to this incarnation broke; the Mac's own report takes it back if it lives."""
@@ -183,7 +198,7 @@ class RouterActor:
         """
         self._forget_caller(query.request_id)
         try:
-            decision = self._admission.submit(query, time.monotonic())
+            decision = self._admission.submit(self._minding_adapter(query), time.monotonic())
         except RoutingError as error:
             raise self._as_seen_outside(error, query.model) from error
         if decision is not None:
@@ -197,7 +212,7 @@ class RouterActor:
     async def what_if(self, query: RouteQuery) -> Explanation:
         """Chooses, books nothing. Raises ModelNotFound."""
         try:
-            return self._router.what_if(query, time.monotonic())
+            return self._router.what_if(self._minding_adapter(query), time.monotonic())
         except UnknownModel as error:
             raise ModelNotFound(str(error)) from error
 
@@ -245,9 +260,31 @@ class RouterActor:
         """By model; a gateway whose own copy differs must not serve it."""
         return dict(self._tokenizers)
 
+    async def adapters(self) -> AdapterList:
+        """What every Mac is to have, for Macs."""
+        return self._adapters.wanted
+
+    async def adapter_view(self) -> AdapterView:
+        """What every Mac is to have, and how far each is."""
+        return self._adapters.view()
+
+    async def load_adapter(self, spec: AdapterSpec) -> None:
+        """Macs of its model load it when they report next. Raises InvalidRequest if its name is taken."""
+        self._adapters.add(spec, time.time_ns())
+
+    async def unload_adapter(self, name: str) -> None:
+        """Macs take no new request for it and unload it after the last one. Raises NotFound."""
+        self._adapters.remove(name, time.time_ns())
+
     async def index_stats(self) -> IndexStats:
         """The prefix index."""
         return self._router.index_stats()
+
+    def _minding_adapter(self, query: RouteQuery) -> RouteQuery:
+        if not query.adapter:
+            return query
+        macs = self._router.models().get(query.model, {})
+        return replace(query, lacking=self._adapters.lacking(query.adapter, macs))
 
     def _heard(self, mac: str, epoch: int) -> None:
         if self._router.macs.knows(mac, epoch):

@@ -50,6 +50,9 @@ class SamplingRequest:
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     grammar: Grammar | None = None
+    num_prompt_logprobs: int | None = None
+    # Something else than an answer is wanted of the prompt, so max_tokens may be 0.
+    may_draw_none: bool = False
     # Of bad_words, once the tokenizer has been asked; the grammar has been compiled by then.
     banned_sequences: tuple[tuple[int, ...], ...] | None = None
 
@@ -95,8 +98,13 @@ def resolve(asked: SamplingRequest, defaults: Defaults) -> SamplingParams:
     logprobs = asked.num_top_logprobs
     if logprobs is not None and not 0 <= logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {logprobs}")
-    if asked.max_tokens is not None and asked.max_tokens < 1:
-        raise InvalidRequest("max_tokens", f"must be at least 1, got {asked.max_tokens}")
+    prompt_logprobs = asked.num_prompt_logprobs
+    if prompt_logprobs is not None and not 0 <= prompt_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest("prompt_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {prompt_logprobs}")
+    least = 0 if asked.may_draw_none or prompt_logprobs is not None else 1
+    if asked.max_tokens is not None and asked.max_tokens < least:
+        why = "" if least == 0 else "; 0 is for prompts that are scored or echoed"
+        raise InvalidRequest("max_tokens", f"must be at least {least}, got {asked.max_tokens}{why}")
     _check_stops(asked.stop)
     xtc_probability = _in_range("xtc_probability", _or(asked.xtc_probability, 0.0), 0.0, 1.0)
     xtc_threshold = _in_range("xtc_threshold", _or(asked.xtc_threshold, XTC_THRESHOLD), 0.0, 0.5)

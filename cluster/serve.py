@@ -18,7 +18,9 @@ from cluster.config import GatewayConfig, ModelConfig
 from cluster.errors import StartupFailed
 from cluster.fleet import Fleet, FleetConfig
 from cluster.gateway import Addresses, Gateway, require_free_ports
-from cluster.model_files import find_model
+from cluster.model_files import check_model, find_model
+from cluster.request_log import RequestLog
+from cluster.tokenizer import Tokenizer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -29,6 +31,8 @@ class ServeConfig:
 
     fleet: FleetConfig
     gateway: GatewayConfig
+    # (name, folder) of each adapter to start with.
+    adapters: tuple[tuple[str, str], ...] = ()
     # One line on standard output once it serves, for programs that start it.
     prints_json: bool = False
 
@@ -41,8 +45,13 @@ class ServeConfig:
 def run(config: ServeConfig, console: Console) -> None:
     """Serves until SIGINT or SIGTERM. Raises StartupFailed. Main thread only: Ray installs signal handlers."""
     require_free_ports(config.gateway)
+    # What is wrong with files is told before Ray has been started.
+    if config.gateway.request_log is not None:
+        RequestLog(config.gateway.request_log).close()
     if config.fleet.address is None:
-        find_model(config.model.path)  # a wrong path is told before Ray has been started
+        folder = find_model(config.model.path)
+        check_model(folder)
+        Tokenizer(folder)
     fleet = Fleet(config.fleet)
     try:
         with console.status("starting …"):
@@ -61,6 +70,9 @@ async def _serve(config: ServeConfig, fleet: Fleet, console: Console) -> None:
                 return
         async with gateway.running() as addresses:
             await gateway.refresh()
+            for name, path in config.adapters:
+                with console.status(f"loading adapter {name} …"):
+                    await gateway.load_adapter(name, path)
             click.echo(_welcome(config, addresses), err=True)  # not rich: a pasted command must not be wrapped
             if config.prints_json:
                 click.echo(json.dumps({"http": addresses.http, "grpc": addresses.grpc, "macs": fleet.macs}))

@@ -5,14 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster.adapters import AdapterState, AdapterView
 from cluster.config import ModelConfig
-from cluster.errors import InvalidRequest, ModelNotFound, NoMacReady, StartupFailed
+from cluster.errors import ActorAway, InvalidRequest, ModelNotFound, NoMacReady, StartupFailed
 from cluster.grammars import GrammarChecker
 from cluster.kv.hashing import BlockHash
-from cluster.model_files import find_model
+from cluster.model_files import find_model, pooling_of
 from cluster.ray_calls import ActorCaller
-from cluster.routing.mac import MacState
+from cluster.routing.mac import MacState, MacStatus
 from cluster.sampling import Defaults, SamplingRequest, check_bad_words
+from cluster.scheduling.request import Pooling
 from cluster.tokenizer import Message, Prompt, Tokenizer
 
 # Shorter texts take about a millisecond, which a hop to a thread would double.
@@ -28,10 +30,20 @@ class ServedModel:
     defaults: Defaults
     created_s: int
     grammars: GrammarChecker
+    # Of embeddings whose requests don't say.
+    pooling: Pooling = Pooling.LAST
+    # Digest of the adapter that this is, and the model that it adapts; both empty for a model.
+    adapter: str = ""
+    parent: str = ""
     root: BlockHash | None = None
     block_size: int = 0
     max_model_len: int = 0
     num_macs: int = 0
+
+    @property
+    def run_by(self) -> str:
+        """Name of the model whose Macs run it."""
+        return self.parent or self.name
 
 
 class ServedModels:
@@ -40,8 +52,11 @@ class ServedModels:
     def __init__(self, router: ActorCaller) -> None:
         self._router = router
         self._models: dict[str, ServedModel] = {}
+        self._adapters: dict[str, ServedModel] = {}
         # A tokenizer serves one at a time, be it the event loop or a thread.
         self._encoding = asyncio.Lock()
+        # Whether the router answered the last time.
+        self.is_current = False
 
     async def load(self, config: ModelConfig, created_s: int) -> None:
         """Reads a model's tokenizer; takes seconds, off the event loop."""
@@ -52,8 +67,14 @@ class ServedModels:
 
     async def refresh(self) -> None:
         """Learns from the router which Macs serve what. Raises StartupFailed if one tokenizes otherwise than we do."""
-        digests = await self._router("tokenizer_digests")
-        fleet = await self._router("fleet")
+        try:
+            digests = await self._router("tokenizer_digests")
+            fleet = await self._router("fleet")
+            adapters = await self._router("adapter_view")
+        except ActorAway:
+            self.is_current = False
+            raise
+        self.is_current = True
         for model in self._models.values():
             theirs = digests.get(model.name)
             if theirs is not None and theirs != model.tokenizer.digest:
@@ -64,6 +85,29 @@ class ServedModels:
                 model.root = macs[0].info.root_hash
                 model.block_size = macs[0].info.block_size
                 model.max_model_len = max(mac.info.max_model_len for mac in macs)
+        self._refresh_adapters(adapters, fleet)
+
+    def _refresh_adapters(self, view: AdapterView, fleet: Sequence[MacStatus]) -> None:
+        """Each adapter as a model of its own. A router that has just been restarted knows of none: nothing changes."""
+        if not view.wanted.version:
+            return
+        ready = [mac.info.name for mac in fleet if mac.state is MacState.READY]
+        adapters = {}
+        for spec in view.wanted.specs:
+            model = self._models.get(spec.model)
+            if model is None or model.root is None:
+                continue
+            statuses = [each for mac in ready for each in view.by_mac.get(mac, ()) if each.name == spec.name]
+            num_macs = len([each for each in statuses if each.state is AdapterState.READY])
+            adapters[spec.name] = replace(
+                model,
+                name=spec.name,
+                adapter=spec.digest,
+                parent=spec.model,
+                created_s=spec.created_s,
+                num_macs=num_macs,
+            )
+        self._adapters = adapters
 
     async def text_prompt(self, model: ServedModel, text: str) -> Prompt:
         """A plain prompt. Raises InvalidRequest, RequestTooLong."""
@@ -98,8 +142,13 @@ class ServedModels:
             return encode() if num_characters < _LONG_CHARACTERS else await asyncio.to_thread(encode)
 
     def all(self) -> tuple[ServedModel, ...]:
-        """Models that a Mac serves or has served."""
-        return tuple(model for model in self._models.values() if model.root is not None)
+        """Models that a Mac serves or has served, and their adapters."""
+        models = tuple(model for model in self._models.values() if model.root is not None)
+        return models + tuple(self._adapters.values())
+
+    def names(self) -> tuple[str, ...]:
+        """Of models, adapters left out."""
+        return tuple(self._models)
 
     def get(self, name: str) -> ServedModel:
         """By name; an empty name means the only one. Raises ModelNotFound, InvalidRequest, NoMacReady."""
@@ -107,9 +156,10 @@ class ServedModels:
             if len(self._models) != 1:
                 raise InvalidRequest("model", f"is missing; served: {', '.join(sorted(self._models))}")
             name = next(iter(self._models))
-        model = self._models.get(name)
+        model = self._models.get(name) or self._adapters.get(name)
         if model is None:
-            raise ModelNotFound(f"model {name!r} is not served; served: {', '.join(sorted(self._models))}")
+            served = ", ".join(sorted([*self._models, *self._adapters]))
+            raise ModelNotFound(f"model {name!r} is not served; served: {served}")
         if model.root is None:
             raise NoMacReady(f"model {name!r}: no Mac has finished loading it yet")
         return model
@@ -117,4 +167,6 @@ class ServedModels:
 
 def _load(name: str, folder: Path, created_s: int) -> ServedModel:
     tokenizer = Tokenizer(folder)
-    return ServedModel(name, tokenizer, Defaults.of_model(folder), created_s, GrammarChecker(tokenizer))
+    return ServedModel(
+        name, tokenizer, Defaults.of_model(folder), created_s, GrammarChecker(tokenizer), pooling_of(folder)
+    )

@@ -7,12 +7,14 @@ from cluster.kv.hashing import BlockHash, join_hashes, split_hashes
 from cluster.kv.layout import KVLayout
 from cluster.kv.memory import PoolResize
 from cluster.kv.sequence import GroupBlocks
-from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
+from cluster.scheduling.plan import FilledBlock, NewSequence, PromptLogprobs, Sampled, Slice, StepPlan, StepResult
 from cluster.scheduling.request import (
     NO_RULES,
     XTC_THRESHOLD,
     Finish,
     LogitRules,
+    Pooling,
+    Reading,
     Request,
     SamplingParams,
     TokenLogprobs,
@@ -29,9 +31,16 @@ FINISH_TO_PROTO = {
     Finish.ABORTED: sampling_pb2.FINISH_REASON_ABORTED,
 }
 FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
+POOLING_TO_PROTO = {
+    None: sampling_pb2.POOLING_UNSPECIFIED,
+    Pooling.LAST: sampling_pb2.POOLING_LAST,
+    Pooling.MEAN: sampling_pb2.POOLING_MEAN,
+    Pooling.CLS: sampling_pb2.POOLING_CLS,
+}
+POOLING_FROM_PROTO = {value: key for key, value in POOLING_TO_PROTO.items()}
 
 
-def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
+def sampling_to_proto(params: SamplingParams, reading: Reading | None = None) -> sampling_pb2.SamplingParams:
     """Every field present that the model has a default for, as node and worker expect it."""
     message = sampling_pb2.SamplingParams(
         temperature=params.temperature,
@@ -40,6 +49,7 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         min_p=params.min_p,
         seed=params.seed,
         num_top_logprobs=params.num_top_logprobs,
+        num_prompt_logprobs=reading.num_top_logprobs if reading is not None else None,
     )
     if (params.xtc_probability, params.xtc_threshold) != (0.0, XTC_THRESHOLD):
         message.xtc_probability, message.xtc_threshold = params.xtc_probability, params.xtc_threshold
@@ -97,7 +107,7 @@ def logprobs_from_proto(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
 
 def request_to_open(request: Request, root_hash: BlockHash, *, ignore_eos: bool) -> node_pb2.ConnectRequest:
     """The gateway's message that starts a request on a Mac; which tokens end an answer is the Mac's to know."""
-    sampling = sampling_to_proto(request.sampling)
+    sampling = sampling_to_proto(request.sampling, request.reading)
     sampling.max_tokens = request.max_tokens
     sampling.ignore_eos = ignore_eos
     sampling.stop_token_ids.extend(request.stop_token_ids)
@@ -118,6 +128,9 @@ def request_to_open(request: Request, root_hash: BlockHash, *, ignore_eos: bool)
                 cache_salt=request.cache_salt,
             ),
             tenant_weight=request.tenant_weight,
+            adapter=request.adapter,
+            first_scored=request.reading.first_scored if request.reading is not None else 0,
+            pooling=_pooling(request.reading),
         )
     )
 
@@ -142,6 +155,23 @@ def request_from_open(message: node_pb2.Open, eos_token_ids: Sequence[int]) -> R
         retention_priority=message.handling.retention_priority,
         pin_s=message.handling.pin_s,
         cache_salt=message.handling.cache_salt,
+        adapter=message.adapter,
+        reading=_reading_from_proto(message),
+    )
+
+
+def _pooling(reading: Reading | None) -> sampling_pb2.Pooling:
+    return POOLING_TO_PROTO[reading.pooling if reading is not None else None]
+
+
+def _reading_from_proto(message: node_pb2.Open) -> Reading | None:
+    has_logprobs = message.sampling.HasField("num_prompt_logprobs")
+    if not has_logprobs and not message.pooling:
+        return None
+    return Reading(
+        num_top_logprobs=message.sampling.num_prompt_logprobs if has_logprobs else None,
+        first_scored=message.first_scored,
+        pooling=POOLING_FROM_PROTO[message.pooling],
     )
 
 
@@ -156,6 +186,8 @@ def update_to_proto(update: Update) -> node_pb2.Update:
         finish_reason=FINISH_TO_PROTO[update.finish],
         num_cached_tokens=update.num_cached_tokens,
         queue_s=update.queue_s,
+        prompt_logprobs=[logprobs_to_proto(logprobs) for logprobs in update.prompt_logprobs],
+        embedding=update.embedding,
     )
 
 
@@ -168,6 +200,8 @@ def update_from_proto(message: node_pb2.Update) -> Update:
         finish=FINISH_FROM_PROTO[message.finish_reason],
         num_cached_tokens=message.num_cached_tokens,
         queue_s=message.queue_s,
+        prompt_logprobs=tuple(logprobs_from_proto(logprobs) for logprobs in message.prompt_logprobs),
+        embedding=tuple(message.embedding),
     )
 
 
@@ -235,11 +269,15 @@ def _new_sequence(new: NewSequence) -> worker_pb2.NewSequence:
         seq_id=new.seq_id,
         token_ids=new.token_ids,
         block_hashes=new.block_hashes,
-        sampling=sampling_to_proto(new.sampling),
+        sampling=sampling_to_proto(new.sampling, new.reading),
         stop_token_ids=new.stop_token_ids,
         block_tables=_groups(new.block_tables),
         num_prompt_tokens=new.num_prompt_tokens,
         cache_salt=new.cache_salt,
+        adapter=new.adapter,
+        first_scored=new.reading.first_scored if new.reading is not None else 0,
+        pooling=_pooling(new.reading),
+        reads_only=new.reads_only,
     )
 
 
@@ -268,6 +306,8 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
                 logprobs_from_proto(row.logprobs) if row.HasField("logprobs") else None,
                 row.stopped,
                 row.failure,
+                row.is_read,
+                tuple(row.embedding),
             )
             for row in message.sampled
         ),
@@ -277,4 +317,12 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         skipped_seq_ids=tuple(message.skipped_seq_ids),
         run_s=message.timings.run_s,
         idle_s=message.timings.idle_s,
+        prompt_logprobs=tuple(_prompt_logprobs(scores) for scores in message.prompt_logprobs),
     )
+
+
+def _prompt_logprobs(message: worker_pb2.PromptLogprobs) -> PromptLogprobs:
+    num, num_top = len(message.logprobs), message.num_top
+    pairs = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    top = tuple(pairs[at * num_top : (at + 1) * num_top] for at in range(num))
+    return PromptLogprobs(message.seq_id, message.start, tuple(message.logprobs), top)

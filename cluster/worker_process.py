@@ -11,7 +11,7 @@ from asyncio import StreamReader, StreamWriter
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
-from cluster.config import ModelConfig
+from cluster.config import MacConfig
 from cluster.errors import StartupFailed
 from protos.cidery.worker.v1 import worker_pb2
 
@@ -34,14 +34,15 @@ class WorkerProcess:
         self._writer: StreamWriter | None = None
 
     @classmethod
-    async def start(cls, model: ModelConfig, model_folder: Path, log_path: Path) -> "WorkerProcess":
+    async def start(cls, config: MacConfig, model_folder: Path, log_path: Path) -> "WorkerProcess":
         """Starts the child; `connect` waits until it has its model. Its output goes to `log_path`."""
         # A short path: the limit is 103 bytes on macOS.
         socket = Path(tempfile.mkdtemp(prefix="cidery-", dir="/tmp")) / "worker.sock"
         with log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "worker", "--model", str(model_folder), "--dtype", model.dtype),
+                *(sys.executable, "-m", "worker", "--model", str(model_folder), "--dtype", config.model.dtype),
                 *("--socket", str(socket), "--exit-with-stdin"),
+                *_options(config),
                 stdin=PIPE,
                 stdout=output,
                 stderr=output,
@@ -113,3 +114,16 @@ class WorkerProcess:
 
     def _failed(self, how: str) -> StartupFailed:
         return StartupFailed(f"worker {how}:\n{self.log_tail()}")
+
+
+def _options(config: MacConfig) -> list[str]:
+    """What the worker is told beside its model; what is not set, it decides itself."""
+    settings = {
+        "--block-size": config.kv.block_size_tokens,
+        "--kv-bits": config.kv.kv_bits,
+        "--kv-group-size": config.kv.kv_group_size,
+        "--max-num-seqs": config.batch.max_num_seqs,
+        "--max-num-batched-tokens": config.batch.max_num_batched_tokens,
+        "--max-model-len": config.model.max_model_len,
+    }
+    return [word for name, value in settings.items() if value is not None for word in (name, str(value))]

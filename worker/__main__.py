@@ -41,6 +41,12 @@ def _parse() -> WorkerConfig:
     mode.add_argument("--socket", dest="socket_path", help="serve the manager on this Unix socket")
     mode.add_argument("--prompt", help="answer this prompt and end; no cluster needed")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="type of weights and KV")
+    parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="quantise keys and values to so many bits")
+    parser.add_argument("--kv-group-size", type=int, choices=(32, 64), help="elements that share a scale")
+    parser.add_argument("--block-size", type=int, default=16, choices=(16, 32), help="tokens of a block of KV")
+    parser.add_argument("--max-num-seqs", type=int, help="sequences of the largest step, which is measured if given")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of the largest step")
+    parser.add_argument("--max-model-len", type=int, help="the longest context that will be asked for")
     parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
@@ -51,6 +57,7 @@ def _parse() -> WorkerConfig:
 
 
 def _serve(config: WorkerConfig) -> int:
+    from worker.dry_run import StepLimits, activation_bytes
     from worker.server import listen, serve
 
     if config.socket_path is None:
@@ -61,6 +68,11 @@ def _serve(config: WorkerConfig) -> int:
         threading.Thread(target=_watch_stdin, name="stdin", daemon=True).start()
     try:
         engine = _build_engine(config)
+        if config.max_num_seqs is not None and config.max_num_batched_tokens is not None:
+            limits = StepLimits(
+                config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
+            )
+            engine.activation_bytes = activation_bytes(engine, limits)
         # What is loaded stays: a collection that walks it all would stall a step.
         gc.collect()
         gc.freeze()
@@ -110,22 +122,24 @@ def _answer(config: WorkerConfig) -> int:
 
 
 def _build_engine(config: WorkerConfig) -> "Engine":
-    from worker import machine, models, trial
+    from worker import kv_quantization, machine, models, trial
     from worker.engine import Engine
     from worker.grammar import GrammarTable
-    from worker.metal.dispatch import choose_kernels
+    from worker.kernel_needs import needs_of
+    from worker.metal.dispatch import choose_kernels, has_metal, twin_kernels
 
     machine.prepare()
-    loaded = models.load(config.model, dtype=config.dtype)
+    memory_limit_bytes = machine.memory_limit_bytes()
+    plain = models.load(config.model, dtype=config.dtype)
+    if plain.unreviewed:
+        # Not quantised, as what it is held against.
+        trial.verify(Engine(plain, twin_kernels(), memory_limit_bytes=memory_limit_bytes), plain)
+    loaded = kv_quantization.quantise(plain, config.kv_bits, config.kv_group_size)
     grammars = None
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
-    engine = Engine(
-        loaded, choose_kernels(loaded.layers), memory_limit_bytes=machine.memory_limit_bytes(), grammars=grammars
-    )
-    if loaded.unreviewed:
-        trial.verify(engine, loaded)
-    return engine
+    kernels = choose_kernels(needs_of(loaded, config.block_size) if has_metal() else ())
+    return Engine(loaded, kernels, memory_limit_bytes=memory_limit_bytes, grammars=grammars)
 
 
 def _watch_stdin() -> None:

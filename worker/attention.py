@@ -8,6 +8,7 @@ In a dense step, for models whose code does more with keys than hand them to att
 own would: the keys themselves, of one sequence.
 """
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,18 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from worker import odd_attention
+from worker import pool_attention
+from worker.adapter_rows import StepAdapters
 from worker.batch import Batch
-from worker.cascade import cascade_attention
 from worker.errors import UnsupportedModelError
 from worker.group_rows import GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
 from worker.kv_tensors import KVTensors
 from worker.metal import twins
 from worker.metal.dispatch import Kernels
+from worker.metal.write_kv import tie
 from worker.odd_attention import PLAIN, Extras
+from worker.pool_attention import LayerCall
 
 _mlx_attention = base.scaled_dot_product_attention
 _fast_attention = mx.fast.scaled_dot_product_attention
@@ -36,6 +39,12 @@ class Step:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.is_dense = False
+        # What goes into the model's head, for all rows: its last layer's normed output.
+        self.hidden: mx.array | None = None
+        # None as long as no row has an adapter.
+        self.adapters: StepAdapters | None = None
+        # Whether kernels update recurrent states in their slots, rather than that they are taken and put back.
+        self.updates_states_in_place = False
         self._batch: Batch | None = None
         self._tensors: KVTensors | None = None
 
@@ -61,10 +70,12 @@ class Step:
     def begin(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> None:
         """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
         self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
+        self.hidden, self.adapters = None, StepAdapters.of(batch)
+        self.updates_states_in_place = self.kernels.updates_states_in_place
 
     def end(self) -> None:
         """Let go of the step's arrays."""
-        self._batch = self._tensors = None
+        self._batch = self._tensors = self.hidden = self.adapters = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +93,20 @@ class Handle:
     def astype(self, dtype: mx.Dtype) -> "Handle":
         """The same keys, to be read as `dtype`."""
         return Handle(self.cache, self.fresh.astype(dtype), dtype)
+
+
+@dataclass(slots=True)
+class Turning:
+    """Stands for queries `x` that are turned together with their keys: see `worker.fused_rope`."""
+
+    x: mx.array
+    turned: mx.array | None = None
+
+    def array(self) -> mx.array:
+        """The queries. Raises UnsupportedModelError if no keys came."""
+        if self.turned is None:
+            raise UnsupportedModelError("a layer attends with queries whose keys were not turned")
+        return self.turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +167,8 @@ class PagedCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Write before read: the handles see the new tokens too."""
         step, shape = self._step, self._shape
-        step.tensors.write(self._index, keys, values, step.batch)
+        # What the pool makes of them, if it rounds: a prompt's first chunk must not see more than later ones.
+        keys, values = step.tensors.write(self._index, keys, values, step.batch)
         if step.is_dense:
             self._fetched = self.keys, self.values = self._gathered(values)
         elif shape.is_latent:
@@ -173,44 +199,22 @@ class PagedCache:
 
     def attend(self, queries: mx.array, keys: Handle, values: Handle, scale: float, extras: Extras = PLAIN) -> mx.array:
         """Attention of the step's queries over the pool; shape of the queries, with the values' last dimension."""
-        batch, shape, kernels = self._step.batch, self._shape, self._step.kernels
-        heads = shape.num_kv_heads
-        is_plain = extras is PLAIN and shape.head_dim == shape.value_head_dim
-        rows, pools = self._rows(may_share=is_plain), self._step.tensors.pools(self._index)
-        if rows.shared is not None:
-            return cascade_attention(queries, *pools, rows, heads, scale)
-        outputs = []
-        for group in rows.decode_groups:
-            part = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]
-            if is_plain and group.num_hidden is None:
-                outputs.append(kernels.paged_decode(part, *pools, group, heads, scale))
-            else:
-                outputs.append(odd_attention.decode(part, pools, group, heads, scale, extras))
-        for span in rows.prefills:
-            is_causal = is_plain and isinstance(span.mask, str)
-            if batch.is_flat and span.start == 0 and is_causal:
-                # A prompt's first chunk is its own whole context.
-                return kernels.causal(queries, keys.fresh, values.fresh, scale)
-            part = queries if batch.is_flat else queries[span.first : span.last].transpose(2, 1, 0, 3)
-            if is_causal:
-                output = kernels.paged_prefill(part, *pools, span, heads, scale)
-            else:
-                output = odd_attention.prefill(part, pools, span, heads, scale, extras)
-            outputs.append(output if batch.is_flat else output.transpose(2, 1, 0, 3))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        call = self._call(
+            scale, extras, may_share=extras is PLAIN and self._shape.head_dim == self._shape.value_head_dim
+        )
+        if pool_attention.attends_to_fresh_keys(call):
+            return pool_attention.fresh(call, queries, keys.fresh, values.fresh)
+        return self._step.tensors.read(self._index, functools.partial(pool_attention.attend, call, queries))
 
     def attend_latent(self, queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
         """Latent attention: queries `[rows, heads, 1, latent_dim]`, rotary ones scaled already; result alike."""
-        rows, pools = self._rows(may_share=False), self._step.tensors.pools(self._index)
-        outputs = []
-        for group in rows.decode_groups:
-            part = slice(group.first, group.last)
-            outputs.append(odd_attention.latent_decode(queries[part], rotary_queries[part], pools, group, scale))
-        for span in rows.prefills:
-            part = slice(span.first, span.last)
-            latent, rotary = (array[part].transpose(2, 1, 0, 3) for array in (queries, rotary_queries))
-            outputs.append(odd_attention.latent_prefill(latent, rotary, pools, span, scale).transpose(2, 1, 0, 3))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        call = self._call(scale, PLAIN, may_share=False)
+        reader = functools.partial(pool_attention.attend_latent, call, queries, rotary_queries)
+        return self._step.tensors.read(self._index, reader)
+
+    def _call(self, scale: float, extras: Extras, *, may_share: bool) -> LayerCall:
+        step = self._step
+        return LayerCall(self._shape, step.batch, self._rows(may_share=may_share), step.kernels, scale, extras)
 
     def _rows(self, *, may_share: bool) -> GroupRows:
         group = self._step.tensors.group_of[self._index]
@@ -228,12 +232,17 @@ class PagedCache:
             index = rows.decode_groups[0].gather_index(self._shape.num_kv_heads)
             first_key = first // rows.block_size * rows.block_size
         kept = slice(first - first_key, span.end - first_key)
-        pools = self._step.tensors.pools(self._index)
-        gathered = [twins.gather(pool, index)[:, :, kept] for pool in pools]
-        if self._shape.value_head_dim == 0:
-            # Keys alone were kept; nobody reads the values of such a cache.
-            gathered[1] = gathered[1][..., : values.shape[-1]]
-        return gathered[0], gathered[1]
+
+        def reader(*pools: mx.array, after: mx.array | None) -> tuple[mx.array, ...]:
+            at = index if after is None else tie(index, after)
+            return tuple(twins.gather(pool, at)[:, :, kept] for pool in pools)
+
+        gathered = self._step.tensors.read(self._index, reader)
+        if self._shape.is_latent:
+            keys, others = mx.split(gathered[0], [self._shape.head_dim], axis=-1)
+            return keys, others
+        # Where keys alone were kept, nobody reads the values.
+        return gathered[0], gathered[-1][..., : values.shape[-1]]
 
 
 def install() -> None:
@@ -245,7 +254,7 @@ def install() -> None:
 
 
 def scaled_dot_product_attention(
-    queries: mx.array,
+    queries: "mx.array | Turning",
     keys: "mx.array | Handle",
     values: "mx.array | Handle",
     cache: object,
@@ -254,6 +263,8 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's helper of this name, which also takes handles. Raises UnsupportedModelError for a mask over handles."""
+    if isinstance(queries, Turning):
+        queries = queries.array()
     if not (isinstance(keys, Handle) and isinstance(values, Handle)):
         return _mlx_attention(queries, keys, values, cache, scale, mask, sinks=sinks)
     paged = keys.cache
@@ -264,7 +275,7 @@ def scaled_dot_product_attention(
     return paged.attend(queries, keys, values, scale, PLAIN if sinks is None else Extras(sinks=sinks))
 
 
-def _fast_dispatcher(q: mx.array, k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
+def _fast_dispatcher(q: Any, k: Any, v: Any, *, scale: float, **others: Any) -> mx.array:
     """MLX's own function, for models that call it past mlx-lm's helper."""
     if isinstance(k, Handle):
         return scaled_dot_product_attention(q, k, v, None, scale, others.get("mask"), others.get("sinks"))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +21,11 @@ from worker.group_rows import DecodeGroup as DecodeGroup
 from worker.group_rows import GroupRows, RowSpan, positions_of
 from worker.group_rows import PrefillSpan as PrefillSpan
 from worker.kv_shapes import FULL_REACH, Reach
+from worker.metal.state_rows import StateRows
 from worker.shared_prefix import SharedPrefix, find_shared_prefix
+
+if TYPE_CHECKING:
+    from worker.reading import SequenceReading
 
 
 @dataclass(slots=True)
@@ -35,6 +40,16 @@ class Span:
     block_table: Sequence[int]
     samples: bool
     tables: Sequence[Sequence[int]] = ()
+    # What is wanted of its prompt, and of how many of its last rows the logits for that.
+    reading: "SequenceReading | None" = None
+    num_read: int = 0
+    # Digest of its adapter, empty for none.
+    adapter: str = ""
+
+    @property
+    def num_logits(self) -> int:
+        """Of its last rows, how many need logits."""
+        return max(self.num_read, int(self.samples))
 
     @property
     def end(self) -> int:
@@ -86,13 +101,14 @@ class Batch:
         self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._views: dict[tuple[int, Reach, bool], GroupRows] = {}
+        self._state_parts: dict[int, list[tuple[int, int, StateRows]]] = {}
         self.rows = self._whole_rows([span.block_table for span in self.spans])
         self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(self._positions())
         self.sampled_rows = self._sampled_rows()
 
     @property
     def samples_all(self) -> bool:
-        """Every row samples: no row has to be picked."""
+        """Every row's logits are needed: no row has to be picked."""
         return len(self.sampled_rows) == self.num_tokens
 
     @property
@@ -134,6 +150,21 @@ class Batch:
             self._slots[key] = tuple(self.spans[index].tables[group][0] for index in part.spans)
         return self._slots[key]
 
+    def state_parts(self, group: int) -> list[tuple[int, int, StateRows]]:
+        """Rows `[first, last)` for kernels over the states of a group: decode rows, then prefills of any lengths."""
+        if group not in self._state_parts:
+            cuts = [self.spans[: self.num_decodes], self.spans[self.num_decodes :]]
+            parts, first = [], 0
+            for spans in filter(None, cuts):
+                offsets = np.cumsum([0, *(len(span.token_ids) for span in spans)]).astype(np.int32)
+                slots = np.array([span.tables[group][0] for span in spans], np.int32)
+                is_fresh = np.array([span.start == 0 for span in spans])
+                last = first + int(offsets[-1])
+                parts.append((first, last, StateRows(offsets, slots, is_fresh)))
+                first = last
+            self._state_parts[group] = parts
+        return self._state_parts[group]
+
     def _make_view(self, group: int, reach: Reach, may_share: bool) -> GroupRows:
         tables = [span.tables[group] for span in self.spans]
         if reach != FULL_REACH or not may_share:
@@ -174,11 +205,11 @@ class Batch:
         return positions_of(self.spans, self.num_decodes)
 
     def _sampled_rows(self) -> list[int]:
-        rows, end = [], 0
+        rows: list[int] = []
+        end = 0
         for span in self.spans:
             end += len(span.token_ids)
-            if span.samples:
-                rows.append(end - 1)
+            rows += range(end - span.num_logits, end)
         return rows
 
 

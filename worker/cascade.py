@@ -12,16 +12,17 @@ from worker import cpu_math
 from worker.cpu_math import Part
 from worker.group_rows import DecodeGroup, GroupRows, PrefillSpan
 from worker.metal import twins
+from worker.metal.kv_pools import KVPool
 from worker.shared_prefix import SharedPrefix
 
 # What one layer attends with: keys, values.
-Pools = tuple[mx.array, mx.array]
+Pools = tuple[KVPool, KVPool]
 
 
 def cascade_attention(
     queries: mx.array,
-    key_pool: mx.array,
-    value_pool: mx.array,
+    key_pool: KVPool,
+    value_pool: KVPool,
     rows: GroupRows,
     num_kv_heads: int,
     scale: float,
@@ -89,7 +90,7 @@ def _prefill_part(queries: mx.array, pools: Pools, span: PrefillSpan, num_kv_hea
     return _by_row(cpu_math.attend_part(queries, keys, values, scale, "causal"))
 
 
-def _gather(pool: mx.array, index: mx.array) -> mx.array:
+def _gather(pool: KVPool, index: mx.array) -> mx.array:
     return twins.gather(pool, index).astype(mx.float32)
 
 

@@ -10,6 +10,8 @@ class WorkerConfig:
     """One worker process.
 
     `model` is a directory or a hub id. `dtype` "auto" is float32 on a CPU and the model's own type on Metal.
+    `max_num_seqs` and `max_num_batched_tokens` say how large steps will be, if that is known: then the largest is
+    measured. `kv_bits` and `kv_group_size` as of `worker.kv_quantization`. `block_size` is what kernels are tested for.
     `num_threads` is the number of threads of a CPU's matrix products. With `exits_with_stdin` the process ends when its
     standard input does, which happens when the parent dies, however it dies. `max_tokens` and `temperature` belong to
     `prompt`.
@@ -18,6 +20,12 @@ class WorkerConfig:
     model: str
     socket_path: str | None = None
     dtype: str = "auto"
+    kv_bits: int | None = None
+    kv_group_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
     num_threads: int = 1
     exits_with_stdin: bool = False
     prompt: str | None = None
@@ -27,6 +35,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.kv_group_size is not None and self.kv_bits is None:
+            raise ValueError(f"kv_group_size is {self.kv_group_size}, which needs kv_bits")
         if self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1")
         if self.max_tokens < 1:

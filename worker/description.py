@@ -7,7 +7,7 @@ import mlx.core as mx
 from cluster.kv.hashing import HASH_BYTES
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker.errors import ProtocolError
-from worker.kv_shapes import FULL_REACH, CacheGroup, CacheShape, LayerShape, ReachKind, StateShape
+from worker.kv_shapes import FULL_REACH, CacheGroup, CacheShape, LayerShape, Quantization, ReachKind, StateShape
 from worker.sequences import TableLayout
 
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
@@ -29,6 +29,7 @@ def of_cache(shape: CacheShape) -> pb.Layer:
             ],
         )
     is_latent = shape.is_latent or not shape.value_head_dim
+    stored = shape.quantization or Quantization(0, 0)
     return pb.Layer(
         kind=pb.LAYER_KIND_LATENT_ATTENTION if is_latent else _KINDS[shape.reach.kind],
         num_kv_heads=shape.num_kv_heads,
@@ -36,6 +37,8 @@ def of_cache(shape: CacheShape) -> pb.Layer:
         value_head_dim=shape.value_head_dim,
         dtype=_DTYPE_NAMES[shape.dtype],
         num_window_tokens=shape.reach.size,
+        kv_bits=stored.bits,
+        kv_group_size=stored.group_size,
     )
 
 

@@ -6,16 +6,18 @@ thread that owns MLX.
 
 import os
 import time
+from pathlib import Path
 
 import mlx.core as mx
 
 from cluster.kv.hashing import BlockHash
 from protos.cidery.v1 import sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import description, mixers, models
+from worker import description, mixers, models, reading
+from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
-from worker.errors import ProtocolError
+from worker.errors import AdapterRefused, ProtocolError
 from worker.grammar import GrammarTable
 from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
@@ -38,13 +40,17 @@ class Engine:
         self._memory_limit_bytes = memory_limit_bytes
         self._grammars = grammars
         self._step = Step(kernels)
-        self._caches = models.attach(loaded, self._step)
+        # What the model is given as its cache.
+        self.caches = models.attach(loaded, self._step)
+        self._adapters = Adapters(loaded.model, self._step)
         self._tensors: KVTensors | None = None
         self._blocks: PlanBlocks | None = None
         self._tables: TableLayout | None = None
         self._root = BlockHash(b"")
         self._sequences: dict[int, SequenceState] = {}
         self._idle_since_s = time.perf_counter()
+        # What the largest step takes beside weights and pools; 0 until it is measured (`worker.dry_run`).
+        self.activation_bytes = 0
 
     def describe(self) -> pb.Description:
         """What the manager plans with."""
@@ -60,6 +66,8 @@ class Engine:
             kernels=self._kernels.name,
             pid=os.getpid(),
             is_gpu=mx.default_device() == mx.gpu,
+            activation_bytes=self.activation_bytes,
+            failed_kernels=self._kernels.failed,
         )
 
     def configure(self, message: pb.Configure) -> pb.Configured:
@@ -67,22 +75,54 @@ class Engine:
         if self._tensors is not None:
             raise ProtocolError("Configure came twice; it is the first message of a stream and comes once")
         groups = description.checked_groups(message, self._loaded.caches)
+        if self._kernels.block_size not in (0, message.block_size):
+            raise ProtocolError(
+                f"block_size is {message.block_size}; the kernels were tested for {self._kernels.block_size}: start "
+                f"the worker with --block-size {message.block_size}"
+            )
         self._root = BlockHash(message.root_hash)
         self._tensors = KVTensors(
-            self._loaded.caches, groups=groups, num_blocks=message.num_blocks, block_size=message.block_size
+            self._loaded.caches,
+            groups=groups,
+            num_blocks=message.num_blocks,
+            block_size=message.block_size,
+            writer=self._kernels.make_writer(),
         )
         self._blocks = PlanBlocks(self._tensors, self._sequences)
         self._tables = description.table_layout(self._loaded.caches, groups, message.block_size)
         self._idle_since_s = time.perf_counter()
         return pb.Configured(kv_bytes=self._tensors.total_bytes)
 
+    def commit_pools(self) -> None:
+        """Allocate every block of the pools now, not when it is first used."""
+        tensors = self._configured()
+        for group, of_group in enumerate(tensors.groups):
+            tensors.reserve(group, tensors.num_blocks[of_group.pool] - 1)
+        tensors.evaluate()
+
     def reset(self) -> None:
         """Drop all sequences and the pools, and give the memory back."""
         self._sequences.clear()
         self._tensors = self._blocks = self._tables = None
         self._step.end()
-        self._caches.forget()
+        self.caches.forget()
+        self._adapters.clear()
         mx.clear_cache()
+
+    def load_adapter(self, message: pb.LoadAdapter) -> pb.AdapterLoaded:
+        """Sequences may name it from now on, unless it was refused."""
+        if not message.digest or message.digest in self._adapters:
+            raise ProtocolError(f"adapter to load has the digest {message.digest!r}, which is empty or loaded already")
+        loaded = pb.AdapterLoaded(digest=message.digest)
+        try:
+            loaded.num_bytes = self._adapters.load(message.digest, Path(message.folder))
+        except AdapterRefused as error:
+            loaded.refusal = str(error)
+        return loaded
+
+    def unload_adapter(self, message: pb.UnloadAdapter) -> None:
+        """Sequences that have it may still be known, but can't run any more. No effect on one that was refused."""
+        self._adapters.unload(message.digest)
 
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:
         """Carry out one plan. Raises ProtocolError, after which the stream's state is undefined: `reset`."""
@@ -148,15 +188,18 @@ class Engine:
             if sequence.has_ended:
                 skipped.append(piece.seq_id)
                 continue
+            if sequence.adapter and sequence.adapter not in self._adapters:
+                raise ProtocolError(f"sequence {piece.seq_id}: adapter {sequence.adapter!r} is not loaded")
             if piece.new_blocks:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
             slices.append((sequence, sequence.span(piece)))
-        self._clear_open_blocks([span for _, span in slices], tensors)
+        if not self._kernels.reads_seen_slots_alone:
+            self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
 
     def _clear_open_blocks(self, spans: list[Span], tensors: KVTensors) -> None:
-        """Blocks that a step begins and does not fill: attention gathers them whole."""
+        """Blocks that a step begins and does not fill: plain MLX gathers them whole."""
         size = tensors.block_size
         opened = [span for span in spans if span.end % size and span.end // size * size >= span.start]
         for group in range(len(tensors.groups)):
@@ -166,57 +209,88 @@ class Engine:
     def _forward(self, slices: list[tuple[SequenceState, Span]], tensors: KVTensors, result: pb.StepResult) -> None:
         spans = [span for _, span in slices]
         if self._loaded.layout is Layout.DENSE:
-            order, logits = self._run_one_by_one(spans, tensors)
+            order, logits, pooled = self._run_one_by_one(spans, tensors)
         else:
-            order, logits = self._run_together(spans, tensors)
-        sampling = [slices[index][0] for index in order if slices[index][1].samples]
-        if sampling:
-            positions = [len(sequence.token_ids) for sequence in sampling]
-            joined = mx.concatenate(logits) if len(logits) > 1 else logits[0]
-            shaped = shape(joined, [sequence.rules for sequence in sampling], self._grammars)
-            draw = Draw(joined, [sequence.sampling for sequence in sampling], positions, shaped)
-            tensors.evaluate(*draw.outputs)
-            self._report_sampled(sampling, draw, result)
+            order, logits, pooled = self._run_together(spans, tensors)
+        if logits is None:
+            tensors.evaluate(*pooled)
         else:
-            tensors.evaluate()
+            self._draw([slices[index] for index in order], logits, pooled, tensors, result)
         self._step.end()
         for sequence, span in slices:
             for index, block_hash in sequence.filled_blocks(span.start, span.end):
                 result.filled_blocks.add(seq_id=sequence.seq_id, block_index=index, block_hash=block_hash)
+            if span.reading is not None and span.reading.is_complete(span):
+                sequence.has_ended = True
+                reading.report_complete(sequence.seq_id, span.reading, result)
 
-    def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], list[mx.array]]:
-        """All rows in one forward: the order of the spans, and the logits of those that sample."""
+    def _draw(
+        self,
+        packed: list[tuple[SequenceState, Span]],
+        logits: mx.array,
+        pooled: list[mx.array],
+        tensors: KVTensors,
+        result: pb.StepResult,
+    ) -> None:
+        """The next tokens, and what the rows say of prompts. `logits` are those of the packed spans."""
+        of_drawing = reading.drawing_rows([span for _, span in packed])
+        sampling = [sequence for sequence, span in packed if span.samples]
+        if len(of_drawing) < len(logits):
+            pooled.append(logits)
+        if sampling:
+            drawing = logits if len(of_drawing) == len(logits) else logits[mx.array(of_drawing, mx.int32)]
+            positions = [len(sequence.token_ids) for sequence in sampling]
+            shaped = shape(drawing, [sequence.rules for sequence in sampling], self._grammars)
+            draw = Draw(drawing, [sequence.sampling for sequence in sampling], positions, shaped)
+            tensors.evaluate(*draw.outputs, *pooled)
+            self._report_sampled(sampling, draw, result)
+        else:
+            tensors.evaluate(*pooled)
+        if len(of_drawing) < len(logits):
+            reading.report_scores(packed, logits, result)
+
+    def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], mx.array | None, list[mx.array]]:
+        """All rows in one forward: the order of the spans, the logits of those that need them, and what was pooled."""
         batch = Batch(
             spans,
             block_size=tensors.block_size,
             decodes_together=self._kernels.takes_ragged_rows,
             allows_flat=self._loaded.layout is Layout.FLAT,
         )
-        return batch.order, self._run(batch, tensors)
+        logits = self._run(batch, tensors)
+        return batch.order, logits, reading.pool_rows(batch, self._step.hidden)
 
-    def _run_one_by_one(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], list[mx.array]]:
+    def _run_one_by_one(
+        self, spans: list[Span], tensors: KVTensors
+    ) -> tuple[list[int], mx.array | None, list[mx.array]]:
         """One forward for each sequence, each evaluated: a pool read by one would be copied by the next one's write."""
-        logits = []
+        found, pooled = [], []
         for span in spans:
-            logits += self._run(Batch([span], block_size=tensors.block_size), tensors, is_dense=True)
-            tensors.evaluate(*logits)
-        return list(range(len(spans))), logits
+            batch = Batch([span], block_size=tensors.block_size)
+            logits = self._run(batch, tensors, is_dense=True)
+            pooled += reading.pool_rows(batch, self._step.hidden)
+            found += [] if logits is None else [logits]
+            tensors.evaluate(*found, *pooled)
+        return list(range(len(spans))), mx.concatenate(found) if found else None, pooled
 
-    def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> list[mx.array]:
-        """The graph of one forward; its logits `[num_sampled, vocab]`, if any row samples."""
+    def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> mx.array | None:
+        """The graph of one forward; its logits `[num_logits, vocab]`, if any row needs them."""
         self._step.begin(batch, tensors, is_dense=is_dense)
-        states = self._caches.states
-        if states:
+        in_place = self._step.updates_states_in_place
+        states = self.caches.states
+        if states and in_place:
+            # Of a step that was not in place.
+            tensors.settle_states()
+        elif states:
             mixers.begin_states(batch, tensors)
-        if batch.is_flat:
-            for state in states:
-                state.begin()
-        logits = self._loaded.model(batch.tokens, cache=self._caches.nested)
-        if batch.is_flat:
-            for state in states:
-                state.end()
-        self._caches.forget()
-        return [models.sampled_logits(logits, batch)] if batch.sampled_rows else []
+        lays_in = states if batch.is_flat or in_place else []
+        for state in lays_in:
+            state.begin()
+        logits = self._loaded.model(batch.tokens, cache=self.caches.nested)
+        for state in lays_in:
+            state.end()
+        self.caches.forget()
+        return models.sampled_logits(logits, batch) if batch.sampled_rows else None
 
     def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
         logprobs = draw.logprobs()

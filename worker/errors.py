@@ -7,3 +7,7 @@ class ProtocolError(Exception):
 
 class UnsupportedModelError(Exception):
     """The model cannot be run exactly; the message names it and says what it has that the worker lacks."""
+
+
+class AdapterRefused(Exception):
+    """An adapter that can't be read, or doesn't fit the model: what, which, got and allowed."""

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from worker.batch_index import pool_rows
 from worker.kv_shapes import FULL_REACH, Reach
+from worker.metal.decode_plan import DecodePlan
+from worker.metal.pool_writer import Slots
+from worker.metal.prefill_rows import PrefillRows
 from worker.shared_prefix import SharedPrefix
 
 # Up to this, decode rows attend together whatever their length.
@@ -50,7 +53,15 @@ class DecodeGroup:
     block_size: int
     num_hidden: NDArray[np.int32] | None = None
     is_sharing: bool = False
+    # Of kernels, by what they depend on beside the group.
+    plans: dict[tuple[int, ...], DecodePlan] = field(default_factory=dict)
     _gather: dict[int, mx.array] = field(default_factory=dict)
+
+    @cached_property
+    def seen_ranges(self) -> NDArray[np.int32]:
+        """The slots of its table that each row sees, `[rows, 2]`: the first, and one past the last."""
+        hidden = np.zeros_like(self.context_lens) if self.num_hidden is None else self.num_hidden
+        return np.stack([hidden, self.context_lens], axis=1)
 
     @cached_property
     def mask(self) -> mx.array | None:
@@ -63,11 +74,6 @@ class DecodeGroup:
         if self.num_hidden is not None:
             mask &= slots >= self.num_hidden[:, None]
         return mx.array(mask[:, None, None, :])
-
-    @cached_property
-    def block_table_array(self) -> mx.array:
-        """`block_tables` for a kernel."""
-        return mx.array(self.block_tables)
 
     def gather_index(self, num_kv_heads: int) -> mx.array:
         """Pool rows of every key of the group, `[rows, num_kv_heads, max_blocks]`."""
@@ -145,7 +151,6 @@ class GroupRows:
         self._num_decodes = num_decodes
         self._decodes_together = decodes_together
         self._skips = skips or [0] * len(spans)
-        self._write_index: dict[int, tuple[mx.array, mx.array]] = {}
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
@@ -191,12 +196,17 @@ class GroupRows:
         """Offset of each token in its block, `[num_tokens]`."""
         return positions_of(self._spans, self._num_decodes) % self.block_size
 
-    def write_index(self, num_kv_heads: int) -> tuple[mx.array, mx.array]:
-        """Pool rows `[num_tokens, num_kv_heads]` and offsets in their block `[num_tokens, 1]` of the new keys."""
-        if num_kv_heads not in self._write_index:
-            rows = self.block_ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.int32)
-            self._write_index[num_kv_heads] = mx.array(rows), mx.array(self.block_offsets[:, None])
-        return self._write_index[num_kv_heads]
+    @cached_property
+    def slots(self) -> Slots:
+        """Where each token's keys and values go."""
+        return Slots(self.block_ids * self.block_size + self.block_offsets)
+
+    @cached_property
+    def prefill_rows(self) -> PrefillRows:
+        """All prefill spans, for a kernel that takes them together."""
+        spans = self.prefills
+        limits = [self._num_decodes, *(span.last for span in spans)]
+        return PrefillRows(limits, [span.end for span in spans], [span.block_table for span in spans])
 
     def _first_block(self, span: RowSpan) -> int:
         return self.reach.first_needed(span.start) // self.block_size
@@ -246,8 +256,11 @@ def _are_unlike(one_blocks: int, other_blocks: int) -> bool:
     longer_blocks = max(one_blocks, other_blocks)
     if longer_blocks >= _LONE_CONTEXT_BLOCKS:
         return True
-    classes = (max(blocks, _SHORT_CONTEXT_BLOCKS).bit_length() for blocks in (one_blocks, other_blocks))
-    return next(classes) != next(classes)
+    return _size_class(one_blocks) != _size_class(other_blocks)
+
+
+def _size_class(num_blocks: int) -> int:
+    return max(num_blocks, _SHORT_CONTEXT_BLOCKS).bit_length()
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

@@ -1,11 +1,16 @@
-"""The KV pools as a step uses them: keys and values written and read by block, states taken and put back by slot."""
+"""The KV pools as a step uses them: keys and values written and read by block, states taken and put back by slot.
 
-from collections.abc import Iterable, Sequence
+All of it goes through one `PoolWriter`, which knows in which order a pool may be used.
+"""
+
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from worker.batch import Batch
-from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, StateShape
+from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, Quantization, StateShape
+from worker.metal.pool_writer import Pool, PoolWriter, Result, ScatterWriter
+from worker.metal.quantized import QuantizedPool
 from worker.pool_arrays import PoolArrays
 from worker.states import PendingStates, Slots
 
@@ -14,21 +19,31 @@ class KVTensors:
     """Paged KV of all caches of a model.
 
     `groups[g]` are the caches (by index) that share block table g, `num_blocks` the size of each pool, its null block
-    included. Shapes: a pool of keys is `[num_blocks * num_kv_heads, block_size, head_dim]`, which is
-    `[num_blocks, num_kv_heads, block_size, head_dim]` in memory: one gather by `block_id * num_kv_heads + head` then
-    yields what attention takes. A pool of states is `[num_blocks, *shape]`.
+    included. Readers get keys as `[num_blocks * num_kv_heads, block_size, head_dim]`, which is `[num_blocks,
+    num_kv_heads, block_size, head_dim]` in memory: one gather by `block_id * num_kv_heads + head` then yields what
+    attention takes. Quantised keys are three pools, of packed words, scales and biases: `QuantizedPool`. A pool of
+    states is `[num_blocks, *shape]`.
     """
 
     def __init__(
-        self, caches: Sequence[CacheShape], *, groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int
+        self,
+        caches: Sequence[CacheShape],
+        *,
+        groups: Sequence[CacheGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        writer: PoolWriter | None = None,
     ) -> None:
+        """Without a `writer` by MLX's scatter."""
+        writer = writer or ScatterWriter()
         self.caches = tuple(caches)
         self.groups = tuple(groups)
         self.block_size = block_size
         self.group_of = {cache: number for number, group in enumerate(groups) for cache in group.caches}
-        self._arrays = PoolArrays(caches, groups, num_blocks, block_size)
+        self._writer = writer
+        self._arrays = PoolArrays(caches, groups, num_blocks, block_size, writer)
         self._states = {
-            cache: PendingStates(shape, self._arrays, self._arrays.tensors[cache])
+            cache: PendingStates(shape, writer, self._arrays.pools[cache])
             for cache, shape in enumerate(caches)
             if isinstance(shape, StateShape)
         }
@@ -49,31 +64,69 @@ class KVTensors:
 
     def evaluate(self, *outputs: mx.array) -> None:
         """Compute `outputs` and all pending writes; the one evaluation of a step."""
-        self._arrays.evaluate(*outputs, *(array for state in self._states.values() for array in state.arrays()))
+        self._writer.commit(*outputs, *(array for state in self._states.values() for array in state.arrays()))
+        self._writer.finish()
 
     def reserve(self, group: int, block_id: int) -> None:
         """Make a block addressable; between steps only."""
         self._arrays.reserve(self.groups[group].pool, block_id)
 
-    def pools(self, cache: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of an attention cache; of one that holds keys alone, these twice."""
-        tensors = self._arrays.tensors[cache]
-        return self._arrays.read(tensors[0]), self._arrays.read(tensors[-1])
+    def read(self, cache: int, reader: Callable[..., Result]) -> Result:
+        """What `reader(keys, values, after=token)` computes from an attention cache, this step's rows included.
 
-    def write(self, cache: int, keys: mx.array, values: mx.array, batch: Batch) -> None:
-        """Store the step's new K and V, `[num_tokens, num_kv_heads, 1, head_dim]` or `[1, heads, num_tokens, dim]`."""
+        A cache that holds one vector (keys alone, latents) gives `reader(keys, after=token)`. See `PoolWriter.read`.
+        """
+        stored = self._layer(cache).quantization
+        pools = self._arrays.pools[cache]
+        if stored is None:
+            return self._writer.read(pools, reader)
+        heads = self._layer(cache).num_kv_heads
+
+        def quantized_reader(*arrays: mx.array, after: mx.array | None) -> Result:
+            by_block = [array.reshape(-1, heads, *array.shape[1:]) for array in arrays]
+            thirds = zip(by_block[::3], by_block[1::3], by_block[2::3], strict=True)
+            vectors = [QuantizedPool(*parts, bits=stored.bits, group_size=stored.group_size) for parts in thirds]
+            return reader(*vectors, after=after)
+
+        return self._writer.read(pools, quantized_reader)
+
+    def write(self, cache: int, keys: mx.array, values: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
+        """Store the step's new K and V, `[num_tokens, num_kv_heads, 1, head_dim]` or `[1, heads, num_tokens, dim]`.
+
+        Returns them as whoever reads the pool will see them.
+        """
+        shape = self._layer(cache)
+        slots = batch.view(self.group_of[cache], shape.reach).slots
+        new = [mx.concatenate([keys, values], axis=-1)] if shape.is_latent else [keys, values]
+        rows = new[: len(shape.vector_widths)]
+        if batch.num_tokens > 1:
+            size = (batch.num_tokens, shape.num_kv_heads, -1)
+            rows = [(row.swapaxes(1, 2) if batch.is_flat else row).reshape(size) for row in rows]
+        # Some models' values are of another type than their keys.
+        rows = [row if row.dtype == shape.dtype else row.astype(shape.dtype) for row in rows]
+        pools = self._arrays.pools[cache]
+        stored = shape.quantization
+        if stored is None:
+            self._writer.write(pools, rows, slots)
+            return keys, values
+        for number, row in enumerate(rows):
+            packed, scales, biases = pools[3 * number : 3 * number + 3]
+            bits, group_size = stored.bits, stored.group_size
+            self._writer.quantize((packed, scales, biases), row, slots, bits=bits, group_size=group_size)
+        seen_keys, seen_values = (_rounded(rows, stored) for rows in (keys, values))
+        return seen_keys, seen_values
+
+    def _layer(self, cache: int) -> LayerShape:
         shape = self.caches[cache]
         assert isinstance(shape, LayerShape)
-        rows = batch.view(self.group_of[cache], shape.reach)
-        heads = shape.num_kv_heads
-        for tensor, new in zip(self._arrays.tensors[cache], (keys, values), strict=False):
-            if batch.num_tokens == 1:
-                first, offset = int(rows.block_ids[0]) * heads, int(rows.block_offsets[0])
-                self._arrays.write(tensor, (slice(first, first + heads), slice(offset, offset + 1)), new)
-                continue
-            if batch.is_flat:
-                new = new.swapaxes(1, 2)
-            self._arrays.write(tensor, rows.write_index(heads), new.reshape(batch.num_tokens, heads, -1))
+        return shape
+
+    def update_state(self, cache: int, number: int, kernel: Callable[..., tuple[mx.array, mx.array]]) -> mx.array:
+        """What `kernel(pool, after=token)` gives beside its token; it updates one tensor of a state by slot, in place.
+
+        For kernels only, and in a step that does not take and put the same states.
+        """
+        return self._writer.update([self._arrays.pools[cache][number]], kernel)
 
     def begin_states(self, slots: dict[int, list[Slots]], fresh: dict[int, frozenset[Slots]]) -> None:
         """What the next step's parts will ask of the states, by group; `fresh` are slots of sequences that begin."""
@@ -96,20 +149,29 @@ class KVTensors:
 
     def copy_blocks(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks in every cache of the group; all sources are read before any target is written."""
-        self._arrays.copy_blocks(self.groups[group].caches, sources, targets)
+        pools = [pool for cache in self.groups[group].caches for pool in self._arrays.pools[cache]]
+        self._writer.move(pools, sources, targets)
 
     def fill_blocks(self, group: int, block_ids: Sequence[int], value: float = 0.0) -> None:
         """Set whole blocks to one value in every cache of the group."""
-        self._arrays.fill_blocks(self.groups[group].caches, block_ids, value)
+        for cache in self.groups[group].caches:
+            self._writer.fill(self._arrays.pools[cache], block_ids, value)
 
     def clear_values(self, group: int, block_ids: Sequence[int]) -> None:
         """Zero what attention may multiply by a weight of zero: a number left by somebody else might not be finite."""
-        caches: Iterable[int] = self.groups[group].caches
-        latent = [cache for cache in caches if getattr(self.caches[cache], "is_latent", False)]
-        others = [cache for cache in caches if cache not in latent]
-        self._arrays.fill_blocks(latent, block_ids, 0.0)
-        self._arrays.fill_blocks(others, block_ids, 0.0, first=1)
+        pools: list[Pool] = []
+        for cache in self.groups[group].caches:
+            # The last vector: values, or latents, whose front is the values. Packed words are finite whatever they are.
+            is_plain = self._layer(cache).quantization is None
+            pools += self._arrays.pools[cache][-1:] if is_plain else self._arrays.pools[cache][-2:]
+        self._writer.fill(pools, block_ids)
 
     def resize(self, pool: int, num_blocks: int, moves: Sequence[tuple[int, int]]) -> None:
         """Move blocks of a pool and give it another size; states must be settled."""
         self._arrays.resize(pool, num_blocks, moves)
+
+
+def _rounded(rows: mx.array, stored: Quantization) -> mx.array:
+    """Rows as they are once they were quantised."""
+    parts = mx.quantize(rows, group_size=stored.group_size, bits=stored.bits)
+    return mx.dequantize(*parts, group_size=stored.group_size, bits=stored.bits)

@@ -3,11 +3,15 @@
 A recurrent mixer isn't token-parallel, so in a step of token rows it can't take all rows at once: a wrapper around the
 call of each reviewed mixer class cuts the rows into parts that it can take, decode rows together and prefills of
 one length, and hands it the states of that part. A flat step has one part, so the state is simply laid in.
+
+Where kernels update states in their slots, nothing is cut: what is laid in are `SlotStates`, over all rows of the step.
 """
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +22,8 @@ from worker.batch import Batch, Part
 from worker.errors import UnsupportedModelError
 from worker.kv_shapes import StateShape
 from worker.kv_tensors import KVTensors
+from worker.metal import state_convs, state_updates
+from worker.metal.state_updates import SlotStates
 
 
 class StateCache(ArraysCache):
@@ -41,21 +47,26 @@ class StateCache(ArraysCache):
     @property
     def is_cut(self) -> bool:
         """Whether rows of several sequences run, so that a mixer can't have the state as it is."""
-        return self._step.is_running and not self._step.batch.is_flat
+        step = self._step
+        return step.is_running and not (step.batch.is_flat or step.updates_states_in_place)
 
     def empty(self) -> bool:
         """A cache is always there."""
         return False
 
     def begin(self) -> None:
-        """Of a flat step: lay the sequence's state in."""
+        """Of a flat step: lay the sequence's state in. Of one whose states are updated in place: where they are."""
+        if self._step.updates_states_in_place:
+            self.cache = [self._slot_states(number) for number in range(len(self.cache))]  # type: ignore[misc]
+            return
         (part,) = self._step.batch.parts
         self.cache = self.take(part)
 
     def end(self) -> None:
         """Of a flat step: keep what the layer left."""
-        (part,) = self._step.batch.parts
-        self.put(part, self.cache)
+        if not self._step.updates_states_in_place:
+            (part,) = self._step.batch.parts
+            self.put(part, self.cache)
         self.forget()
 
     def forget(self) -> None:
@@ -81,9 +92,19 @@ class StateCache(ArraysCache):
         starts = [spans[index].start for index in part.spans]
         return starts[0] if len(starts) == 1 else mx.array(starts, mx.int32)
 
+    def running(self, part: Part) -> AbstractContextManager[None]:
+        """While a mixer runs the rows of a part."""
+        adapters = self._step.adapters
+        return nullcontext() if adapters is None else adapters.within(part)
+
     def parts(self) -> list[Part]:
         """Of the step."""
         return self._step.batch.parts
+
+    def _slot_states(self, number: int) -> SlotStates:
+        step = self._step
+        update = functools.partial(step.tensors.update_state, self._index, number)
+        return SlotStates(update, step.batch.state_parts(step.tensors.group_of[self._index]), step.kernels.states)
 
     def _slots(self, part: Part) -> tuple[int, ...]:
         step = self._step
@@ -103,6 +124,13 @@ def begin_states(batch: Batch, tensors: KVTensors) -> None:
         group: frozenset(s for s, part in zip(slots[group], parts, strict=True) if part.is_fresh) for group in groups
     }
     tensors.begin_states(slots, fresh)
+
+
+def install_over_slots(mixer: type) -> None:
+    """Have a mixer class, whose module's name says where it looks its updates up, take states in slots too."""
+    module = sys.modules[mixer.__module__]
+    state_updates.install(module)
+    state_convs.install(module)
 
 
 def install(mixer: type) -> None:
@@ -131,7 +159,8 @@ def _by_parts(call: Callable[..., Any]) -> Callable[..., Any]:
                 for name, value in bound.arguments.items()
                 if name != "cache"
             }
-            outputs.append(_uncut(call(**arguments, cache=local), part))
+            with cache.running(part):
+                outputs.append(_uncut(call(**arguments, cache=local), part))
             cache.put(part, local.cache)
         return _joined(outputs)
 

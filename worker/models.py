@@ -19,12 +19,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _download, load_config, load_model
 
-from worker import attention, cpu_math, cpu_rope, discovery, inspection, latent, mixers, overrides
+from worker import attention, cpu_math, cpu_rope, discovery, fused_rope, inspection, latent, mixers, overrides
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
-from worker.kv_shapes import CacheShape, LayerShape, StateShape
+from worker.kv_shapes import CacheShape, StateShape
 from worker.mixers import StateCache
-from worker.registry import Treatment, treatments_of
+from worker.registry import Treatment, runs_over_slots, treatments_of, turns_queries_with_keys
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +80,15 @@ class LoadedModel:
     # Classes that are given caches and that nobody has reviewed.
     unreviewed: tuple[str, ...]
     caches: tuple[CacheShape, ...]
+    # Whether kernels may update all of its recurrent states in their slots.
+    runs_over_slots: bool
+    # Whether queries may be turned by the launch that turns their keys.
+    fuses_rope: bool
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weights_bytes: int
     sampling_defaults: SamplingDefaults
-
-    @property
-    def layers(self) -> tuple[LayerShape, ...]:
-        """The attention caches that the plain kernels serve: keys and values of one width."""
-        layers = (shape for shape in self.caches if isinstance(shape, LayerShape))
-        return tuple(layer for layer in layers if not layer.is_latent and layer.head_dim == layer.value_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +121,12 @@ class SamplingHead:
         if not self.step.is_running:
             return self.project(hidden)
         batch = self.step.batch
+        self.step.hidden = hidden
         if batch.samples_all or not batch.sampled_rows:
             return self.project(hidden)
         if batch.is_flat:
             # A flat step has one sequence, which samples after its last token.
-            return self.project(hidden[:, -1:])
+            return self.project(hidden[:, -len(batch.sampled_rows) :])
         return self.project(hidden[mx.array(batch.sampled_rows, mx.int32)])
 
 
@@ -174,6 +173,8 @@ def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults |
         layout=_layout(treatments),
         unreviewed=tuple(unknown),
         caches=caches,
+        runs_over_slots=all(runs_over_slots(cls) for cls, how in treatments.items() if how is Treatment.SPLIT),
+        fuses_rope=_fuses_rope(treatments),
         vocab_size=vocab_size,
         max_model_len=next((int(text_config[k]) for k in _CONTEXT_KEYS if text_config.get(k)), _DEFAULT_CONTEXT_TOKENS),
         eos_token_ids=_token_ids(config.get("eos_token_id", text_config.get("eos_token_id"))),
@@ -188,11 +189,15 @@ def attach(loaded: LoadedModel, step: Step) -> AttachedCaches:
     if cpu_math.is_available():
         cpu_math.install()
         cpu_rope.install(step)
+    if step.kernels.rope is not None:
+        fused_rope.install(step, step.kernels.rope)
     _attach_head(loaded.model, step)
     if loaded.layout is Layout.ROWS:
         latent.multiply_by_heads()
     for cls, treatment in treatments_of(loaded.model).items():
         if treatment is Treatment.SPLIT:
+            if step.kernels.updates_states_in_place:
+                mixers.install_over_slots(cls)
             mixers.install(cls)
         elif treatment is Treatment.OVERRIDE:
             overrides.install(cls)
@@ -233,6 +238,11 @@ def _layout(treatments: Mapping[type, Treatment | None]) -> Layout:
     return Layout.ROWS if kinds & {Treatment.LATENT, Treatment.FOLDED} else Layout.FLAT
 
 
+def _fuses_rope(treatments: Mapping[type, Treatment | None]) -> bool:
+    attention = [cls for cls, how in treatments.items() if how is not Treatment.SPLIT]
+    return bool(attention) and all(turns_queries_with_keys(cls) for cls in attention)
+
+
 def _attach_head(model: Module, step: Step) -> None:
     """To the output projection and to the embedding: a few families have both and use either."""
     found = False
@@ -251,12 +261,18 @@ def _attach_head(model: Module, step: Step) -> None:
         owner, name = _owner(model, path)
         embedding = getattr(owner, name, None)
         if isinstance(embedding, Module):
-            embedding.as_linear = SamplingHead(functools.partial(type(embedding).as_linear, embedding), step)  # type: ignore[attr-defined]
+            embedding.as_linear = SamplingHead(functools.partial(_as_linear, embedding), step)
             found = True
             break
     if not found:
         name = inspection.family_of(model)
         logger.warning("%s: its output projection was not found; it will compute logits of every row", name)
+
+
+def _as_linear(embedding: Any, hidden: mx.array) -> mx.array:
+    """By the class that the embedding has now: it changes when an adapter comes or goes."""
+    logits: mx.array = type(embedding).as_linear(embedding, hidden)
+    return logits
 
 
 def _owner(model: Module, path: str) -> tuple[Module | None, str]:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from worker import cpu_math
 from worker.group_rows import DecodeGroup, PrefillSpan
 from worker.metal import twins
+from worker.metal.kv_pools import KVPool
 
 # Queries that meet their keys at once: bounds the scores, and skips those out of reach.
 _QUERY_TILE = 128
@@ -26,7 +27,7 @@ class Extras:
 
 PLAIN = Extras()
 
-Pools = tuple[mx.array, mx.array]
+Pools = tuple[KVPool, KVPool]
 
 
 def decode(
@@ -56,25 +57,23 @@ def prefill(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def latent_decode(queries: mx.array, rotary: mx.array, pools: Pools, group: DecodeGroup, scale: float) -> mx.array:
-    """Latent attention, one query a row: values are the latent vectors themselves, `rotary` is scaled already.
+def latent_decode(queries: mx.array, pool: KVPool, latent_dim: int, group: DecodeGroup, scale: float) -> mx.array:
+    """Latent attention, one query a row: `[rows, num_heads, 1, latent_dim + rope_dim]`; result `latent_dim` wide.
 
-    Shapes: queries and result `[rows, num_heads, 1, latent_dim]`, rotary `[rows, num_heads, 1, rope_dim]`.
+    Values are the front of the keys; the rest is computed along and dropped, since cutting it off would copy them.
     """
-    index = group.gather_index(1)
-    latents, ropes = (twins.gather(pool, index) for pool in pools)
-    scores = _masked(twins.by_kv_head(rotary, 1) @ ropes.swapaxes(-1, -2), group.mask)
-    return _fast(twins.by_kv_head(queries, 1), latents, latents, scale, scores).reshape(queries.shape)
+    latents = twins.gather(pool, group.gather_index(1))
+    output = _fast(twins.by_kv_head(queries, 1), latents, latents, scale, group.mask)
+    return output.reshape(queries.shape)[..., :latent_dim]
 
 
-def latent_prefill(queries: mx.array, rotary: mx.array, pools: Pools, span: PrefillSpan, scale: float) -> mx.array:
-    """The last tokens of a context by latent attention. Shapes: `[1, num_heads, num_tokens, latent or rope dim]`."""
-    index = span.gather_index(1)
-    latents, ropes = (twins.gather(pool, index) for pool in pools)
+def latent_prefill(queries: mx.array, pool: KVPool, latent_dim: int, span: PrefillSpan, scale: float) -> mx.array:
+    """The last tokens of a context by latent attention. Shapes: `[1, num_heads, num_tokens, width]`, as above."""
+    latents = twins.gather(pool, span.gather_index(1))
     outputs = []
     for tile, seen in _tiles(span):
-        scores = _masked(rotary[:, :, tile] @ ropes[:, :, seen].swapaxes(-1, -2), span.mask_array[tile, seen])
-        outputs.append(_fast(queries[:, :, tile], latents[:, :, seen], latents[:, :, seen], scale, scores))
+        keys = latents[:, :, seen]
+        outputs.append(_fast(queries[:, :, tile], keys, keys, scale, span.mask_array[tile, seen])[..., :latent_dim])
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 

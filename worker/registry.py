@@ -49,6 +49,26 @@ mamba2.Mamba2Block nemotron_h.NemotronHMamba2Mixer olmo_hybrid.GatedDeltaNet pla
 qwen3_next.Qwen3NextGatedDeltaNet recurrent_gemma.RecurrentBlock rwkv7.Rwkv7ChannelMixing rwkv7.Rwkv7TimeMixing
 """
 
+# Mixers among those, whose every state may lie in slots of a pool that kernels update in place, by
+# `worker.metal.state_updates`.
+# Not kimi_k3's, which compiles its decode step over arrays.
+_OVER_SLOTS = """
+bailing_moe_v3.BailingKDA falcon_h1.FalconH1Mixer granitemoehybrid.GraniteMoeHybridMamba2Mixer
+kimi_linear.KimiDeltaAttention lfm2.ShortConv lfm2_moe.ShortConv mamba2.Mamba2Block nemotron_h.NemotronHMamba2Mixer
+olmo_hybrid.GatedDeltaNet plamo2.Mamba qwen3_5.GatedDeltaNet qwen3_next.Qwen3NextGatedDeltaNet
+"""
+
+# Native classes that turn queries, then keys, then attend, and do nothing else with turned queries.
+_PLAIN_ROPE = """
+bailing_moe.BailingMoeAttention cohere.Attention deepseek.DeepseekAttention dots1.Dots1Attention ernie4_5.Attention
+ernie4_5_moe.Attention exaone4.Attention falcon_h1.FalconH1Attention gemma.Attention gemma3_text.Attention
+glm.GLMAttention glm4.Glm4Attention glm4_moe.Attention granite.Attention granitemoe.GraniteMoeAttention
+helium.HeliumAttention internlm2.Attention internlm3.Attention lfm2.Attention lfm2_moe.Attention llama.Attention
+mimo.Attention minicpm.Attention mixtral.MixtralAttention nemotron.Attention olmo2.Attention olmo3.Olmo3Attention
+olmoe.Attention phi3.Attention phimoe.Attention qwen2.Attention qwen2_moe.Attention qwen3.Attention
+qwen3_moe.Attention qwen3_next.Qwen3NextAttention seed_oss.Attention starcoder2.Attention
+"""
+
 # Their calls are replaced by those of `worker.overrides`.
 _OVERRIDE = "gemma2.Attention llama4.LlamaModel llama4.Attention"
 
@@ -82,6 +102,16 @@ TREATMENTS: dict[str, Treatment] = {
     )
     for name in names.split()
 }
+
+
+def turns_queries_with_keys(cls: type) -> bool:
+    """Whether an attention class lets a turned query go nowhere but to attention, and turns the keys right after."""
+    return inspection.qualified_name(cls) in _PLAIN_ROPE.split()
+
+
+def runs_over_slots(cls: type) -> bool:
+    """Whether kernels may update a mixer class's states in place."""
+    return inspection.qualified_name(cls) in _OVER_SLOTS.split()
 
 
 def treatments_of(model: Module) -> dict[type, Treatment | None]:

@@ -66,7 +66,7 @@ class _Method(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows that are drawn in the same way from the same array."""
+    """Rows that are drawn in the same way from the same array. Greedy ones need no `draws`."""
 
     method: _Method
     has_xtc: bool
@@ -169,7 +169,7 @@ def _partition(
     for (method, has_xtc, is_shaped), some in sorted(members.items()):
         source, places = (shaped.logits, [of_shaped[i] for i in some]) if is_shaped and shaped else (logits, some)
         picked = source if len(places) == len(source) else source[mx.array(places, mx.int32)]
-        draws = [uniform(rows[i].seed, positions[i]) for i in some]
+        draws = [] if method is _Method.GREEDY else [uniform(rows[i].seed, positions[i]) for i in some]
         parts.append(_Part(method, has_xtc, some, picked, [rows[i] for i in some], draws))
     return parts
 

@@ -3,6 +3,10 @@
 import argparse
 import logging
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 
 def main() -> int:
@@ -13,7 +17,6 @@ def main() -> int:
 
     from worker.metal import self_test
     from worker.metal.self_test_cases import FAMILIES
-    from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
 
     logging.basicConfig(level=logging.ERROR)
     if not mx.metal.is_available():
@@ -21,13 +24,7 @@ def main() -> int:
         return 0
     chip, system, mlx = self_test.this_machine()
     sys.stdout.write(f"{chip}, {system}, MLX {mlx}\n")
-    dtype, heads = getattr(mx, options.dtype), (options.num_heads, options.num_kv_heads)
-    needs = [
-        *(self_test.AttentionNeeds(*heads, head_dim, dtype, bits=options.bits) for head_dim in options.head_dim),
-        GatedDeltaShape(4, 8, 128, 128, dtype),
-        Mamba2Shape(8, 1, 64, 128, dtype, (0.0, float("inf"))),
-        ShortConvShape(1024, 4, dtype, dtype, has_bias=True, has_silu=True),
-    ]
+    needs = _needs(options, getattr(mx, options.dtype))
     self_test.ResultMemory.forget_all()
     has_failed = False
     for family in FAMILIES:
@@ -36,6 +33,33 @@ def main() -> int:
         has_failed |= bool(report.failures)
         sys.stdout.write(f"{family.name:<20} {report.seconds:6.2f} s  {result}\n")
     return int(has_failed)
+
+
+def _needs(options: argparse.Namespace, dtype: "mx.Dtype") -> list[object]:
+    """Layers of each kind, with the heads that were asked for."""
+    from worker.metal.decode_checks import LatentNeeds
+    from worker.metal.self_test import AttentionNeeds, RopeNeeds
+    from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
+
+    heads = options.num_heads, options.num_kv_heads
+    needs: list[object] = []
+    for head_dim in options.head_dim:
+        needs += [
+            AttentionNeeds(*heads, head_dim, dtype),
+            AttentionNeeds(*heads, head_dim, dtype, window=40, has_sinks=True),
+            AttentionNeeds(*heads, head_dim, dtype, chunk=24, softcap=30.0),
+            RopeNeeds(*heads, head_dim, dtype, head_dim, is_traditional=False, has_freqs=False),
+            RopeNeeds(*heads, head_dim, dtype, head_dim // 4 * 2, is_traditional=True, has_freqs=True),
+        ]
+        if options.bits:
+            needs.append(AttentionNeeds(*heads, head_dim, dtype, bits=options.bits))
+    return [
+        *needs,
+        LatentNeeds(16, 512, 64, dtype),
+        GatedDeltaShape(4, 8, 128, 128, dtype),
+        Mamba2Shape(8, 1, 64, 128, dtype, (0.0, float("inf"))),
+        ShortConvShape(1024, 4, dtype, dtype, has_bias=True, has_silu=True),
+    ]
 
 
 def _parse() -> argparse.Namespace:

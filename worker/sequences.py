@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cluster.kv.hashing import HASH_BYTES, BlockHash, hash_block, salt_extras, split_hashes
+from cluster.kv.hashing import HASH_BYTES, BlockHash, first_extras, hash_block, split_hashes
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
 from worker.batch import Span
 from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
+from worker.reading import make_reading
 from worker.row_rules import RowRules
 from worker.sampler import MAX_TOP_LOGPROBS, RowSampling
 
@@ -35,18 +36,22 @@ class SequenceState:
         self._layout = layout
         self._block_size = layout.block_size
         self._root = root
-        self._cache_salt: str = message.cache_salt
+        self.adapter: str = message.adapter
+        self._extras = first_extras(message.cache_salt, message.adapter)
         self._hashes = self._known_hashes(message.block_hashes)
         self._stop_token_ids = frozenset(message.stop_token_ids)
         if not self.token_ids:
             raise ProtocolError(f"sequence {self.seq_id} has no tokens; at least 1 is needed")
         self.sampling = row_sampling(self.seq_id, message.sampling, defaults, message.stop_token_ids)
         self.rules: RowRules | None = None
+        self.reading = make_reading(message)
         self.append_blocks(message.block_tables)
 
     @property
     def failure(self) -> str:
         """Why no token can be drawn; empty as long as one can."""
+        if self.reading is not None and self.reading.failure:
+            return self.reading.failure
         return self.rules.failure if self.rules is not None else ""
 
     def append_blocks(self, groups: Iterable[GroupBlocks]) -> None:
@@ -94,7 +99,22 @@ class SequenceState:
                 raise self._bad_slice(start, end, problem)
         main = self._layout.main_group
         table = [] if main is None else self.block_tables[main]
-        return Span(self.token_ids[start:end], start, table, piece.samples, self.block_tables)
+        if self.reading is None:
+            return Span(self.token_ids[start:end], start, table, piece.samples, self.block_tables, adapter=self.adapter)
+        scored = self.reading.scored_positions(start, end)
+        if scored and scored.stop != end + 1 - piece.samples:
+            raise self._bad_slice(start, end, f"is scored up to position {scored.stop - 1}, not to its end")
+        return Span(
+            self.token_ids[start:end],
+            start,
+            table,
+            piece.samples and not self.reading.reads_only,
+            self.block_tables,
+            self.reading,
+            # The last row of a prompt predicts no token of it, but lies behind those that do.
+            len(scored) + piece.samples if scored else 0,
+            self.adapter,
+        )
 
     def _bad_slice(self, start: int, end: int, problem: str) -> ProtocolError:
         return ProtocolError(f"sequence {self.seq_id}: slice [{start}, {end}) {problem}")
@@ -109,7 +129,7 @@ class SequenceState:
         while len(self._hashes) <= index:
             at = len(self._hashes) * size
             parent = self._hashes[-1] if self._hashes else self._root
-            extras = salt_extras(self._cache_salt).get(len(self._hashes), ())
+            extras = self._extras.get(len(self._hashes), ())
             self._hashes.append(hash_block(parent, self.token_ids[at : at + size], extras))
         return self._hashes[index]
 

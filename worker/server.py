@@ -73,7 +73,10 @@ def serve_connection(connection: Connection, engine: Engine, description: pb.Des
     connection.send(pb.WorkerMessage(description=description))
     while (message := connection.receive()) is not None:
         try:
-            connection.send(_respond(engine, message))
+            if message.WhichOneof("message") == "unload_adapter":
+                engine.unload_adapter(message.unload_adapter)
+            else:
+                connection.send(_respond(engine, message))
         except ProtocolError as error:
             logger.error("connection ended: %s", error)
             connection.send(_failure(str(error), is_protocol_error=True))
@@ -92,6 +95,8 @@ def _respond(engine: Engine, message: pb.ManagerMessage) -> pb.WorkerMessage:
         return pb.WorkerMessage(result=engine.execute(message.plan))
     if kind == "configure":
         return pb.WorkerMessage(configured=engine.configure(message.configure))
+    if kind == "load_adapter":
+        return pb.WorkerMessage(adapter_loaded=engine.load_adapter(message.load_adapter))
     raise ProtocolError("an empty ManagerMessage came; it must hold configure or plan")
 
 

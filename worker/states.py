@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from worker.kv_shapes import StateShape
-from worker.pool_arrays import PoolArrays, Tensor
+from worker.metal.pool_writer import Pool, PoolWriter
+from worker.metal.write_kv import tie
 
 Slots = tuple[int, ...]
 
@@ -18,10 +19,10 @@ Slots = tuple[int, ...]
 class PendingStates:
     """The states of one cache: in their slots of the pool, or pending."""
 
-    def __init__(self, shape: StateShape, arrays: PoolArrays, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, shape: StateShape, writer: PoolWriter, pools: Sequence[Pool]) -> None:
         self._shape = shape
-        self._arrays = arrays
-        self._tensors = tensors
+        self._writer = writer
+        self._pools = pools
         self._pending: dict[Slots, list[mx.array | None]] = {}
         self._fresh: frozenset[Slots] = frozenset()
 
@@ -45,15 +46,20 @@ class PendingStates:
         if slots in self._pending:
             return list(self._pending[slots])
         if slots in self._fresh:
-            return [None] * len(self._tensors)
+            return [None] * len(self._pools)
         index = mx.array(slots, mx.int32)
-        return [self._arrays.read(tensor)[index] for tensor in self._tensors]
+
+        def reader(*arrays: mx.array, after: mx.array | None) -> tuple[mx.array, ...]:
+            at = index if after is None else tie(index, after)
+            return tuple(array[at] for array in arrays)
+
+        return list(self._writer.read(self._pools, reader))
 
     def put(self, slots: Slots, arrays: Sequence[mx.array | None]) -> None:
         """Replace the states in these slots. A state that several mixers share may not be there in whole yet."""
         self._pending[slots] = [
-            None if array is None else _fitted(array, tensor).astype(dtype)
-            for array, tensor, dtype in zip(arrays, self._tensors, self._shape.dtypes, strict=True)
+            None if array is None else _fitted(array, shape).astype(dtype)
+            for array, shape, dtype in zip(arrays, self._shape.shapes, self._shape.dtypes, strict=True)
         ]
 
     def settle(self) -> None:
@@ -62,15 +68,14 @@ class PendingStates:
             self._write(slots)
 
     def _write(self, slots: Slots) -> None:
-        index = mx.array(slots, mx.int32)
-        for tensor, array in zip(self._tensors, self._pending.pop(slots), strict=True):
-            content = mx.zeros((len(slots), *tensor.shape), tensor.key[-1]) if array is None else array
-            self._arrays.write(tensor, index, content)
+        for pool, array in zip(self._pools, self._pending.pop(slots), strict=True):
+            content = mx.zeros((len(slots), *pool.block_shape), pool.dtype) if array is None else array
+            self._writer.put(pool, content, slots)
 
 
-def _fitted(array: mx.array, tensor: Tensor) -> mx.array:
+def _fitted(array: mx.array, shape: Sequence[int]) -> mx.array:
     """A window of the last inputs is shorter while the sequence is: zeros stand for what came before it."""
-    missing = [whole - has for whole, has in zip(tensor.shape, array.shape[1:], strict=True)]
+    missing = [whole - has for whole, has in zip(shape, array.shape[1:], strict=True)]
     if not any(missing):
         return array
     return mx.pad(array, [(0, 0), *((num, 0) for num in missing)])

@@ -42,15 +42,19 @@ class EventLog:
     def __init__(self, num_groups: int) -> None:
         self._events: list[BlockEvent] = []
         self._digests = [0] * num_groups
+        # Blocks present in each group.
+        self.num_present = [0] * num_groups
 
     def stored(self, group: int, hashes: bytes, parent_hash: BlockHash | None, first_index: int) -> None:
         """Note that blocks' content became present."""
         self._events.append(BlocksStored(group, hashes, parent_hash, first_index))
+        self.num_present[group] += len(hashes) // HASH_BYTES
         self._digests[group] ^= xor_of(hashes)
 
     def removed(self, group: int, hashes: bytes) -> None:
         """Note that blocks' content is gone."""
         self._events.append(BlocksRemoved(group, hashes))
+        self.num_present[group] -= len(hashes) // HASH_BYTES
         self._digests[group] ^= xor_of(hashes)
 
     def take(self) -> tuple[BlockEvent, ...]:
@@ -67,6 +71,7 @@ class EventLog:
         """Everything is gone, and so are the events not taken."""
         self._events.clear()
         self._digests = [0] * len(self._digests)
+        self.num_present = [0] * len(self.num_present)
 
 
 def xor_of(hashes: bytes) -> int:

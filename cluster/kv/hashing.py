@@ -77,9 +77,10 @@ def hash_blocks(
     return cast(list[BlockHash], hashes)
 
 
-def salt_extras(salt: str) -> dict[int, tuple[str, ...]]:
-    """Extras that keep what is cached under one salt from all others; none without a salt."""
-    return {0: ("salt", salt)} if salt else {}
+def first_extras(salt: str, adapter: str = "") -> dict[int, tuple[str, ...]]:
+    """Extras that keep what is cached under one salt, or by one adapter (its digest), from all else; none without."""
+    extras = (("lora", adapter) if adapter else ()) + (("salt", salt) if salt else ())
+    return {0: extras} if extras else {}
 
 
 def join_hashes(hashes: Iterable[BlockHash]) -> bytes:

@@ -17,7 +17,7 @@ from cluster.kv.planner import kind_name
 from cluster.kv.points import PointKind
 from cluster.kv.policies import POLICIES
 from cluster.kv.sequence import BlockCopy, ComputedBlocks, GroupBlocks, StartedBlocks, TableEdit
-from cluster.kv.stats import KVGroupStats, KVStats
+from cluster.kv.stats import KVGroupStats, KVPoolStats, KVStats
 
 
 class KVCacheManager:
@@ -176,8 +176,11 @@ class KVCacheManager:
     def stats(self) -> KVStats:
         """Bytes by state and counts by group. O(groups)."""
         coordinator = self._coordinator
-        pools, evictor = coordinator.pools, coordinator.retention.evictor
-        cached = sum(p.num_evictable * page for p, page in zip(pools.pools, pools.page_bytes, strict=True))
+        memory, evictor = coordinator.pools, coordinator.retention.evictor
+        pools = tuple(
+            KVPoolStats(page, pool.num_used * page, pool.num_evictable * page, pool.num_empty * page)
+            for pool, page in zip(memory.pools, memory.page_bytes, strict=True)
+        )
         groups = tuple(
             KVGroupStats(
                 kind=kind_name(group.spec),
@@ -189,10 +192,16 @@ class KVCacheManager:
                 num_evicted_left_behind=evicted.num_left_behind,
                 num_evicted_ranked=evicted.num_ranked,
                 num_evicted_orphaned=evicted.num_orphaned,
+                pool_id=group.pool_id,
+                findable_bytes=num_present * group.page_bytes,
             )
-            for group, looked_up, evicted in zip(self.layout.groups, coordinator.counts, evictor.counts, strict=True)
+            for group, looked_up, evicted, num_present in zip(
+                self.layout.groups, coordinator.counts, evictor.counts, self._events.num_present, strict=True
+            )
         )
-        return KVStats(pools.used_bytes, cached, pools.free_bytes - cached, coordinator.retention.pinned_bytes, groups)
+        cached = sum(pool.cached_bytes for pool in pools)
+        pinned = coordinator.retention.pinned_bytes
+        return KVStats(memory.used_bytes, cached, memory.free_bytes - cached, pinned, groups, pools)
 
     def take_events(self) -> tuple[BlockEvent, ...]:
         """Presence transitions since the last call, oldest first; to be taken after every step."""

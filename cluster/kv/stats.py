@@ -8,8 +8,9 @@ class KVGroupStats:
     """One group. Counts are since the start.
 
     `num_hit_tokens` is what the group alone could have resumed of the tokens looked up, `num_limited` how often it was
-    the one that ended a hit. Blocks are evicted because windows moved on (left behind), because of the rank of their
-    resume point (ranked), or because with it nothing could use them any more (orphaned).
+    the one that ended a hit. `findable_bytes` are of blocks and states with a hash, held by a sequence or not. Blocks
+    are evicted because windows moved on (left behind), because of the rank of their resume point (ranked), or because
+    with it nothing could use them any more (orphaned).
     """
 
     kind: str
@@ -21,6 +22,18 @@ class KVGroupStats:
     num_evicted_left_behind: int
     num_evicted_ranked: int
     num_evicted_orphaned: int
+    pool_id: int
+    findable_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVPoolStats:
+    """One pool's bytes by state, null block apart; what the boundary between pools has not given out is in none."""
+
+    page_bytes: int
+    referenced_bytes: int
+    cached_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +48,4 @@ class KVStats:
     free_bytes: int
     pinned_bytes: int
     groups: tuple[KVGroupStats, ...]
+    pools: tuple[KVPoolStats, ...]

@@ -91,7 +91,7 @@ class Admission:
 
     def _dispatch_one(self, room: WaitingRoom, now_s: float) -> bool:
         """False if the Macs have enough to do."""
-        entry = room.first()
+        entry = room.first(now_s)
         query = _as_of(entry, now_s)
         try:
             trace = self._router.plan(query, now_s)

@@ -29,12 +29,20 @@ class RouteQuery:
     tenant_weight: float = 1.0
     priority: int = 0
     deadline_s: float | None = None
+    # Digest of the adapter to run with, empty for none; and the Macs that haven't loaded it.
+    adapter: str = ""
+    lacking: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             raise ValueError(f"request {self.request_id}: num_tokens must be at least 1, got {self.num_tokens}")
         if not 0 < self.tenant_weight < float("inf"):
             raise ValueError(f"tenant {self.tenant!r}: weight must be positive and finite, got {self.tenant_weight}")
+
+    @property
+    def num_least_tokens(self) -> int:
+        """What its context must hold: a prompt that is only read needs no room for an answer."""
+        return self.num_tokens + min(1, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

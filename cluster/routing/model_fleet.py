@@ -309,6 +309,7 @@ class ModelFleet:
         if (
             len(self._open_slots) == len(self.members)
             and not query.exclude
+            and not query.lacking
             and query.num_tokens < self._least_max_model_len
             and query.root_hash == self.root_hash
         ):
@@ -322,9 +323,11 @@ class ModelFleet:
             return _CLOSED[state] + (f": {member.note}" if member.note else "")
         if info.name in query.exclude:
             return "excluded by the request"
+        if info.name in query.lacking:
+            return "has not loaded the adapter"
         if info.root_hash != query.root_hash:
             return f"its root hash is {info.root_hash.hex()}, the request's {query.root_hash.hex()}"
-        if query.num_tokens >= info.max_model_len:
+        if query.num_least_tokens > info.max_model_len:
             return f"a prompt of {query.num_tokens} tokens leaves no room in its context of {info.max_model_len}"
         return ""
 

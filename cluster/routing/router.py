@@ -170,5 +170,5 @@ def _refusal(fleet: ModelFleet, query: RouteQuery, trace: Trace) -> RoutingError
     if trace.soonest_s is not None and query.deadline_s is not None:
         return DeadlineUnmet(query.model, trace.soonest_s, query.deadline_s)
     reasons = {trace.names[slot]: reason for slot, reason in trace.closed.items()}
-    is_permanent = all(query.num_tokens >= each.info.max_model_len for each in fleet.members.values())
+    is_permanent = all(query.num_least_tokens > each.info.max_model_len for each in fleet.members.values())
     return NoMacAvailable(query.model, reasons, is_permanent=is_permanent)

@@ -1,11 +1,13 @@
 """Requests that wait in the router because every Mac of their model has enough to do: whose turn it is.
 
-Priorities are strict tiers. Within a tier, tenants share by start-time fair queuing (Goyal, Vin and Cheng, 1996) in
-seconds of Mac time: each dispatch, also of a request that never had to wait, moves its tenant's virtual time on by its
-seconds / weight, and the tenant with the lowest is next. One that comes (back) starts no lower than the tier's virtual
-time: it has its share at once, and no more for the time it was away. That time goes on with the clock, but not past
-anyone who waits, so that a debt is forgiven at one Mac second a second. Within a tenant, a request is as if it had
-arrived later by as many seconds as it will take: small ones overtake a huge one, but only those that come within them.
+Priorities are tiers: a higher one goes first, but a tier that waits and has had nothing dispatched for `PATIENCE_S` has
+the next turn, so that a flood starves nobody. Within a tier, tenants share by start-time fair queuing (Goyal, Vin and
+Cheng, 1996) in seconds of Mac time: each dispatch, also of a request that never had to wait, moves its tenant's virtual
+time on by its seconds / weight, and the tenant with the lowest is next. One that comes (back) starts no lower than the
+tier's virtual time: it has its share at once, and no more for the time it was away. That time goes on with the clock,
+but not past anyone who waits, so that a debt is forgiven at one Mac second a second. Within a tenant, a request is as
+if it had arrived later by as many seconds as it will take: small ones overtake a huge one, but only those that come
+within them.
 
 When the room is full, the longest queue of the lowest tier gives up its last request, or the newcomer goes away.
 """
@@ -13,11 +15,14 @@ When the room is full, the longest queue of the lowest tier gives up its last re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from cluster.routing.decision import RouteQuery
 
 # Accounts beyond those that wait, before the ones that have no debt are looked for.
 _SPARE_ACCOUNTS = 64
+# Seconds without a dispatch after which a tier that waits is given one.
+PATIENCE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -54,6 +59,17 @@ class _Tier:
         self.accounts: dict[str, _Account] = {}
         self.virtual_s = 0.0
         self._now_s = 0.0
+        self._last_dispatch_s = -inf
+
+    def first(self) -> Waiting | None:
+        """Whose turn it is in the tier. O(tenants)."""
+        waiting = (each for each in self.accounts.values() if each.heap)
+        account = min(waiting, key=lambda each: (each.virtual_s, each.heap[0]), default=None)
+        return None if account is None else account.heap[0]
+
+    def is_overdue(self, first: Waiting, now_s: float) -> bool:
+        """Whether its first one is there, and none of the tier was dispatched, for `PATIENCE_S`."""
+        return now_s - max(self._last_dispatch_s, first.arrived_s) >= PATIENCE_S
 
     def advance(self, now_s: float) -> None:
         """To be called before anything else."""
@@ -70,6 +86,7 @@ class _Tier:
         return account
 
     def charge(self, account: _Account, seconds: float) -> None:
+        self._last_dispatch_s = self._now_s
         account.virtual_s = max(account.virtual_s, self.virtual_s) + seconds / account.weight
         waiting = [each.virtual_s for each in self.accounts.values() if each.heap]
         if waiting:
@@ -121,11 +138,11 @@ class WaitingRoom:
         self._entries[query.request_id] = entry
         return shed
 
-    def first(self) -> Waiting:
-        """Whose turn it is, of those that wait: there must be some. O(tenants)."""
-        priority = max(each.query.priority for each in self._entries.values())
-        accounts = self._tiers[priority].accounts.values()
-        return min((a for a in accounts if a.heap), key=lambda each: (each.virtual_s, each.heap[0])).heap[0]
+    def first(self, now_s: float) -> Waiting:
+        """Whose turn it is, of those that wait: there must be some. O(tenants + priorities)."""
+        by_priority = sorted(self._tiers.items(), reverse=True)
+        turns = [(tier, first) for _, tier in by_priority if (first := tier.first()) is not None]
+        return next((first for tier, first in turns if tier.is_overdue(first, now_s)), turns[0][1])
 
     def take(self, first: Waiting, now_s: float) -> None:
         """It is dispatched: take it out and charge its tenant."""

@@ -9,7 +9,9 @@ from cluster.scheduling.request import Request
 
 
 def max_length(request: Request, config: SchedulerConfig) -> int:
-    """Tokens, prompt included, after which the request ends by LENGTH."""
+    """Tokens, prompt included, after which the request ends by LENGTH; a prompt that is only read never gets there."""
+    if request.reads_only:
+        return request.num_prompt_tokens + 1
     return min(request.num_prompt_tokens + request.max_tokens, config.max_model_len)
 
 
@@ -33,12 +35,19 @@ def check_request(request: Request, config: SchedulerConfig, layout: KVLayout) -
             f"request {request.request_id}: {num_tokens} tokens fill {num_full_blocks} blocks of {layout.block_size}, "
             f"got {len(request.block_hashes)} block hashes"
         )
-    if num_prompt_tokens > config.max_model_len - 1:
+    _check_reading(request)
+    if request.reads_only:
+        if num_prompt_tokens > config.max_model_len:
+            raise RequestTooLong(
+                f"request {request.request_id}: a prompt of {num_prompt_tokens} tokens is longer than max_model_len "
+                f"{config.max_model_len}"
+            )
+    elif num_prompt_tokens > config.max_model_len - 1:
         raise RequestTooLong(
             f"request {request.request_id}: a prompt of {num_prompt_tokens} tokens leaves none to generate; at most "
             f"{config.max_model_len - 1} fit max_model_len {config.max_model_len}"
         )
-    length = max_length(request, config)
+    length = min(max_length(request, config), config.max_model_len)
     num_bytes = layout.bytes_for(length)
     if num_bytes > layout.usable_bytes:
         raise RequestTooLong(
@@ -46,6 +55,23 @@ def check_request(request: Request, config: SchedulerConfig, layout: KVLayout) -
             f"at max_model_len {config.max_model_len}, = {length} tokens = {num_bytes} bytes of KV cache; "
             f"it has {layout.usable_bytes}"
         )
+
+
+def _check_reading(request: Request) -> None:
+    wanted = request.reading
+    if wanted is None:
+        return
+    if not 1 <= wanted.first_scored <= request.num_prompt_tokens:
+        raise InvalidRequest(
+            f"request {request.request_id}: first_scored must be 1 to {request.num_prompt_tokens} (its prompt), "
+            f"got {wanted.first_scored}"
+        )
+    if wanted.pooling is not None and not request.reads_only:
+        raise InvalidRequest(
+            f"request {request.request_id}: max_tokens must be 0 where the prompt is pooled, got {request.max_tokens}"
+        )
+    if wanted.pooling is not None and wanted.num_top_logprobs is not None:
+        raise InvalidRequest(f"request {request.request_id}: a prompt is either pooled or scored, not both")
 
 
 def _check_handling(request: Request) -> None:

@@ -16,6 +16,8 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_chunk_tokens: int = 256
+    # Of one step: rows whose logits are kept for the log-probabilities of prompts, a vocabulary's worth of memory each.
+    max_scored_tokens: int = 128
     # Waiting requests; running ones are not counted.
     max_waiting: int = 1024
     # 2: the next step is planned while one runs, so that the worker never waits for the scheduler.
@@ -28,6 +30,7 @@ class SchedulerConfig:
             ("max_num_seqs", self.max_num_seqs, 1),
             ("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs),
             ("max_chunk_tokens", self.max_chunk_tokens, 1),
+            ("max_scored_tokens", self.max_scored_tokens, 1),
             ("max_waiting", self.max_waiting, 1),
             ("max_plans_in_flight", self.max_plans_in_flight, 1),
         ):

@@ -1,12 +1,14 @@
 """One request while it is in the scheduler's hands."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.points import PointKind
 from cluster.kv.sequence import ComputedBlocks
 from cluster.scheduling.errors import ProtocolError
-from cluster.scheduling.request import Request
+from cluster.scheduling.plan import PromptLogprobs
+from cluster.scheduling.request import Pooling, Reading, Request, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +36,8 @@ class LiveRequest:
     # The most that was planned of it before it had to wait again.
     num_run: int = 0
     is_running: bool = False
+    # Its tier had no turn for too long before it was admitted: no priority is above it now.
+    is_overdue: bool = False
     # The worker's name for it, new at every admission; 0 before the first, an id that the worker never sees.
     seq_id: int = 0
     # The newest plan that has a row of it.
@@ -43,6 +47,8 @@ class LiveRequest:
     queue_s: float | None = None
     # The last look-up while it waits.
     computed: ComputedBlocks | None = None
+    # The next token of its prompt whose log-probability is to be told, if such are wanted.
+    next_scored: int = 1
     # The newest place of its prompt at which a state was kept.
     kept_at: int = 0
     # Where prefill stops for a checkpoint of a recurrent model: token offsets, multiples of the block size.
@@ -68,6 +74,46 @@ class LiveRequest:
         """Tokens that it is expected to take, before it is known what is cached."""
         return self.max_length
 
+    @property
+    def reading(self) -> Reading | None:
+        """What is still wanted of its prompt; a preemption costs nothing that has been told."""
+        wanted = self.request.reading
+        return None if wanted is None else replace(wanted, first_scored=self.next_scored)
+
+    def reusable_hashes(self, block_size: int) -> bytes:
+        """Of blocks that need not be run if they are cached: all, unless something is wanted of their rows."""
+        if not self.runs_all:
+            return bytes(self.hashes)
+        # The row before a token is the one that predicts it.
+        num_tokens = self.next_scored - 1 if self.is_scoring else 0
+        return bytes(self.hashes[: num_tokens // block_size * HASH_BYTES])
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        wanted = self.request.reading
+        if wanted is None or wanted.num_top_logprobs is None:
+            return False
+        return self.next_scored < self.request.num_prompt_tokens
+
+    @property
+    def runs_all(self) -> bool:
+        """Whether rows of its prompt have to run though they be cached."""
+        wanted = self.request.reading
+        return wanted is not None and (wanted.pooling in (Pooling.MEAN, Pooling.CLS) or self.is_scoring)
+
+    def take_scores(self, scores: PromptLogprobs) -> tuple[TokenLogprobs, ...]:
+        """The next log-probabilities of its prompt. Raises ProtocolError if they are of other tokens."""
+        end = scores.start + len(scores.logprobs)
+        if not self.is_scoring or scores.start != self.next_scored or end > self.request.num_prompt_tokens:
+            raise ProtocolError(
+                f"request {self.request.request_id}: got log-probabilities of tokens {scores.start} to {end - 1}, "
+                f"wanted are those from {self.next_scored} to {self.request.num_prompt_tokens - 1}"
+            )
+        tokens = self.token_ids[scores.start : end]
+        self.next_scored = end
+        return tuple(map(TokenLogprobs, tokens, scores.logprobs, scores.top))
+
     def extend_chain(self, first_index: int, hashes: bytes) -> None:
         """Append block hashes that it did not know, and compare the rest. Raises ProtocolError if they differ."""
         at = first_index * HASH_BYTES
@@ -78,3 +124,9 @@ class LiveRequest:
                 f"known are {len(self.hashes) // HASH_BYTES} blocks, there {known.hex()}"
             )
         self.hashes += hashes[len(known) :]
+
+
+def priorities_among(running: Iterable[LiveRequest]) -> Callable[[LiveRequest], int]:
+    """A sort key: the priority of each, of one overdue the highest among them all."""
+    highest = max((live.priority for live in running), default=0)
+    return lambda live: highest if live.is_overdue else live.priority

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.kv.hashing import HASH_BYTES, BlockHash
 from cluster.kv.memory import PoolResize
 from cluster.kv.sequence import BlockCopy, GroupBlocks, TableEdit
-from cluster.scheduling.request import SamplingParams, TokenLogprobs
+from cluster.scheduling.request import Reading, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,12 @@ class NewSequence:
     block_tables: GroupBlocks
     # Of token_ids; the rest was generated.
     num_prompt_tokens: int
-    # Part of the first block's hash.
+    # Part of the first block's hash, both.
     cache_salt: str = ""
+    adapter: str = ""
+    reading: Reading | None = None
+    # No token is drawn after the prompt.
+    reads_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class StepPlan:
 class Sampled:
     """One drawn token; `stopped` if it is one of the sequence's stop tokens.
 
-    `failure` not empty: there is no token, and the sequence can't go on.
+    `failure` not empty: there is no token, and the sequence can't go on. `is_read`: there is none, and none was wanted;
+    `embedding` is what was pooled then.
     """
 
     seq_id: int
@@ -68,6 +73,19 @@ class Sampled:
     logprobs: TokenLogprobs | None
     stopped: bool
     failure: str = ""
+    is_read: bool = False
+    embedding: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of consecutive tokens of a prompt, the first at position `start`: each one's own, and its likeliest rivals'."""
+
+    seq_id: int
+    start: int
+    logprobs: tuple[float, ...]
+    # One tuple for each token, likeliest first.
+    top: tuple[tuple[tuple[int, float], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +107,7 @@ class StepResult:
     skipped_seq_ids: tuple[int, ...] = ()
     run_s: float = 0.0
     idle_s: float = 0.0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 def runs_of(blocks: Iterable[FilledBlock]) -> list[tuple[int, int, bytes]]:

@@ -51,6 +51,25 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Pooling(Enum):
+    """Which outputs of the last layer stand for a whole prompt; see protos/cidery/v1/sampling.proto."""
+
+    LAST = auto()
+    MEAN = auto()
+    CLS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is wanted of a prompt itself: log-probabilities of its tokens, or one vector for all of it."""
+
+    # None: no log-probabilities; k: those of each token from `first_scored` on, and of the k likeliest there.
+    num_top_logprobs: int | None = None
+    # At least 1, because nothing predicts the first token; more once some have been told already.
+    first_scored: int = 1
+    pooling: Pooling | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request as it arrives at a Mac.
@@ -77,6 +96,15 @@ class Request:
     pin_s: float = 0.0
     # Is part of block_hashes already; for the blocks that the Mac fills itself.
     cache_salt: str = ""
+    # Digest of the adapter, empty for none; part of block_hashes too.
+    adapter: str = ""
+    # With max_tokens 0 the prompt is run for this alone.
+    reading: Reading | None = None
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether no token is drawn, and yet the prompt is run."""
+        return self.reading is not None and self.max_tokens == 0
 
 
 class Finish(Enum):
@@ -101,3 +129,7 @@ class Update:
     queue_s: float
     # Not empty: why it can't go on; nothing else of it will come.
     failure: str = ""
+    # Of the next tokens of the prompt; those of a step come before its token.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # What was pooled of the prompt, with the last update.
+    embedding: tuple[float, ...] = ()

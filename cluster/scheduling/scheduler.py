@@ -2,7 +2,8 @@
 
 Owns the queue of waiting requests, the list of running ones and the plans in flight. Whose turn it is among those that
 wait is the queue's to say. Running ones are in order of admission; whoever lacks blocks takes them from the lowest
-priority, the latest admitted first. So the first of the highest priority always gets what it needs, and all end.
+priority, the latest admitted first. So the first of the highest priority always gets what it needs, and all end. One
+that higher priorities kept waiting for too long counts as of the highest from its admission on.
 
 Plans are executed in order, which is why blocks may be given away while a plan that writes them is in flight: whoever
 gets them writes them in a later plan, and blocks found by their hash are full and never written again.
@@ -20,7 +21,7 @@ from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.drain import DrainEstimate
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.in_flight import PlanInFlight, PlansInFlight
-from cluster.scheduling.live import LiveRequest
+from cluster.scheduling.live import LiveRequest, priorities_among
 from cluster.scheduling.plan import Sampled, Slice, StepPlan, StepResult, runs_of
 from cluster.scheduling.request import Finish, Request, Update
 from cluster.scheduling.resume_points import points_of, tokens_until_stop
@@ -84,6 +85,7 @@ class Scheduler:
             token_ids=list(request.token_ids),
             hashes=bytearray(join_hashes(request.block_hashes)),
             num_ahead=len(request.token_ids),
+            next_scored=request.reading.first_scored if request.reading else 1,
         )
         self._live_by_id[request.request_id] = live
         self._waiting.push(live)
@@ -141,7 +143,7 @@ class Scheduler:
         self._drain.step_ran(plan.num_tokens, result.run_s)
         # Before the tokens: a request that ends here leaves its blocks findable.
         self._confirm(plan, result)
-        updates: list[Update] = []
+        updates = self._tell_scores(result) if result.prompt_logprobs else []
         for sampled in result.sampled:
             live = self._live_by_seq.get(sampled.seq_id)
             if live is not None:
@@ -176,6 +178,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests not admitted yet, or preempted."""
         return len(self._waiting)
+
+    def adapter_of(self, request_id: str) -> str:
+        """Digest of the adapter of a live request; empty if it has none, or isn't live."""
+        live = self._live_by_id.get(request_id)
+        return live.request.adapter if live is not None else ""
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether any live request runs with it. O(requests)."""
+        return any(live.request.adapter == digest for live in self._live_by_id.values())
 
     def has_work(self) -> bool:
         """Whether any request is live."""
@@ -218,7 +229,7 @@ class Scheduler:
         """One row for every running request that needs just one to reach its next token; returns the others."""
         block_size = self._kv.layout.block_size if self._kv.has_states else 0
         # Highest first: its row spares a request, and where windows move on it may never need a block again.
-        for live in sorted(self._running, key=lambda each: -each.priority):
+        for live in sorted(self._running, key=priorities_among(self._running), reverse=True):
             start = live.num_planned
             if live.is_running and start + 1 == live.num_ahead < live.max_length:
                 new_blocks = self._allocate(live, start + 1, step)
@@ -235,7 +246,7 @@ class Scheduler:
         """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
         for live in prefilling:
             # A chunk may have preempted a later one of these.
-            if live.is_running and budget > 0:
+            if live.is_running and budget > 0 and self._has_room(live, step):
                 budget -= self._plan_chunk(live, budget, step)
         return budget
 
@@ -243,11 +254,14 @@ class Scheduler:
         """The next chunk of one prompt; returns its tokens, 0 if there are no blocks for it in this step."""
         start, num_known = live.num_planned, len(live.token_ids)
         num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens)
+        if live.is_scoring:
+            num_tokens = min(num_tokens, self._config.max_scored_tokens - step.num_scored)
         if self._kv.has_states:
             num_tokens = tokens_until_stop(live, num_tokens, self._kv.layout.block_size)
         new_blocks = self._allocate(live, start + num_tokens, step)
         if new_blocks is None:
             return 0
+        step.num_scored += num_tokens if live.is_scoring else 0
         live.num_planned = start + num_tokens
         samples = live.num_planned == num_known
         live.num_ahead = num_known + samples
@@ -258,6 +272,10 @@ class Scheduler:
         elif self._keeps_on_the_way(live, start):
             step.checkpoint(live, start, PointKind.INTERVAL)
         return num_tokens
+
+    def _has_room(self, live: LiveRequest, step: StepBuilder) -> bool:
+        """Each row that is scored takes a vocabulary's worth of memory."""
+        return not live.is_scoring or step.num_scored < self._config.max_scored_tokens
 
     def _keeps_on_the_way(self, live: LiveRequest, start: int) -> bool:
         is_block_end = self._kv.has_states and start % self._kv.layout.block_size == 0
@@ -274,7 +292,7 @@ class Scheduler:
             if new_blocks is not None:
                 return new_blocks
             # Lowest priority, then latest admitted.
-            victim = min(reversed(self._running), key=lambda each: each.priority)
+            victim = min(reversed(self._running), key=priorities_among(self._running))
             if victim is live:
                 assert len(self._running) > 1, "a request alone in the pool outgrew it: admission is wrong"
                 return None
@@ -303,13 +321,17 @@ class Scheduler:
         block_bytes = self._kv.block_bytes
         reserved_bytes = sum(block_bytes + self._owed_bytes(live) for live in self._running)
         num_passed_over = 0
-        for live in self._waiting.candidates():
+        for live in self._waiting.candidates(now_s):
             if budget <= 0 or len(self._running) >= self._config.max_num_seqs or num_passed_over > _MAX_PASSED_OVER:
                 return
             if not self._is_settled(live):
                 return  # Preempted, and a plan in flight still brings a token of it.
+            if not self._has_room(live, step):
+                num_passed_over += 1
+                continue
             computed = self._look_up(live)
-            if self._waits_for_sibling(live, computed, self._running):
+            # Whoever has to run its rows in any case gains nothing by waiting.
+            if not live.runs_all and self._waits_for_sibling(live, computed, self._running):
                 num_passed_over += 1
                 continue
             if not self._running and not self._kv.can_allocate(computed, len(live.token_ids)):
@@ -317,7 +339,7 @@ class Scheduler:
                 computed = NO_HIT
             if not self._kv.can_allocate(computed, len(live.token_ids), reserved_bytes=reserved_bytes):
                 return
-            self._waiting.admit(live)
+            live.is_overdue |= self._waiting.admit(live, now_s)
             self._num_waiting_tokens -= live.cost_tokens
             self._start(live, computed, step, now_s)
             num_tokens = self._plan_chunk(live, budget, step)
@@ -327,7 +349,7 @@ class Scheduler:
 
     def _look_up(self, live: LiveRequest) -> ComputedBlocks:
         """The cached prefix; looked up again only if the answer may have changed."""
-        hashes = bytes(live.hashes)
+        hashes = live.reusable_hashes(self._kv.layout.block_size)
         if live.computed is None or not self._kv.is_current(live.computed, hashes):
             live.computed = self._kv.get_computed_blocks(hashes, len(live.token_ids))
         return live.computed
@@ -374,6 +396,17 @@ class Scheduler:
             if live is not None and live.is_running and live.seq_id == seq_id:
                 live.num_processed = end
 
+    def _tell_scores(self, result: StepResult) -> list[Update]:
+        """Log-probabilities of prompts, of preempted requests too: the rows ran, and will not run again for them."""
+        updates = []
+        for scores in result.prompt_logprobs:
+            live = self._live_by_seq.get(scores.seq_id)
+            if live is not None:
+                assert live.queue_s is not None
+                told = live.request.request_id, (), (), None, live.num_cached_tokens, live.queue_s
+                updates.append(Update(*told, prompt_logprobs=live.take_scores(scores)))
+        return updates
+
     def _check_order(self, seq_id: int, first_index: int) -> None:
         num_registered = self._kv.num_registered_blocks(seq_id)
         if first_index > num_registered and self._kv.is_caching:
@@ -382,10 +415,11 @@ class Scheduler:
     def _accept(self, live: LiveRequest, sampled: Sampled) -> Update:
         """Append a token. Valid for a preempted request too: the step ran while the blocks were still its own."""
         assert live.queue_s is not None
-        if sampled.failure:
+        if sampled.failure or sampled.is_read:
             self._drop(live, is_settled=True)
-            failed = live.request.request_id, (), (), Finish.ABORTED
-            return Update(*failed, live.num_cached_tokens, live.queue_s, sampled.failure)
+            ended = live.request.request_id, (), (), Finish.ABORTED if sampled.failure else Finish.LENGTH
+            told = live.num_cached_tokens, live.queue_s
+            return Update(*ended, *told, sampled.failure, embedding=sampled.embedding)
         live.token_ids.append(sampled.token_id)
         finish: Finish | None = None
         if sampled.stopped:

@@ -34,6 +34,8 @@ class StepBuilder:
         self.resizes = resizes
         self.slices: list[Slice] = []
         self.checkpoints: list[Checkpoint] = []
+        # Rows whose logits are wanted for what they say of a prompt.
+        self.num_scored = 0
         self._new_sequences: list[NewSequence] = []
         self._copies: list[BlockCopy] = []
         self._zeroes: dict[int, tuple[int, ...]] = {}
@@ -69,6 +71,9 @@ class StepBuilder:
                 block_tables=started.tables,
                 num_prompt_tokens=request.num_prompt_tokens,
                 cache_salt=request.cache_salt,
+                adapter=request.adapter,
+                reading=live.reading,
+                reads_only=request.reads_only,
             )
         )
 

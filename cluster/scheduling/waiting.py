@@ -1,10 +1,12 @@
 """Requests not yet admitted: whose turn it is among priorities, tenants and arrivals.
 
-Priorities are strict tiers. Within a tier, tenants share by start-time fair queuing (Goyal, Vin and Cheng, 1996): an
-admission moves its tenant's virtual time on by cost_tokens / weight, and the tenant with the lowest is next. A tenant
-that comes (back) starts no lower than the tier's virtual time, so it has its share at once, but no more for the time it
-was away. That time is the start of the tier's last admission or, if lower, of the next one: admissions charged at far
-more than they cost, and refunded later, would else leave it ahead of everyone and make newcomers wait for it.
+Priorities are tiers: a higher one goes first, but none waits for ever. The next of a tier that has something waiting
+and has had no turn for `PATIENCE_S` is tried before all others, so a flood leaves each lower tier one admission in that
+time. Within a tier, tenants share by start-time fair queuing (Goyal, Vin and Cheng, 1996): an admission moves its
+tenant's virtual time on by cost_tokens / weight, and the tenant with the lowest is next. A tenant that comes (back)
+starts no lower than the tier's virtual time, so it has its share at once, but no more for the time it was away. That
+time is the start of the tier's last admission or, if lower, of the next one: admissions charged at far more than they
+cost, and refunded later, would else leave it ahead of everyone and make newcomers wait for it.
 
 A tenant has a virtual time of its own in every tier. With one for all of them, what it got in a higher tier would be
 debt in a lower one, and a long wait in a lower one credit in a higher: without bound, as tiers can wait for ever.
@@ -30,7 +32,7 @@ class QueueEntry(Protocol):
 
     @property
     def priority(self) -> int:
-        """Higher goes first, always."""
+        """Higher goes first."""
 
     @property
     def arrival_s(self) -> float:
@@ -43,6 +45,8 @@ class QueueEntry(Protocol):
 
 E = TypeVar("E", bound=QueueEntry)
 T = TypeVar("T", bound=Hashable)
+# Seconds without an admission after which a tier that waits is given one.
+PATIENCE_S = 60.0
 # Ends in a number that is unique to the item, so that comparing never goes on to the item itself.
 _Key = tuple[float, ...]
 
@@ -125,6 +129,11 @@ class _Tier(Generic[E]):
         self.idle: _KeyedHeap[_Account[E]] = _KeyedHeap()
         self.last_start = 0.0
 
+    def first(self) -> E | None:
+        """The one whose turn it is."""
+        record = self.backlogged.first()
+        return None if record is None else record[1].sentinel.next.entry
+
     @property
     def virtual_time(self) -> float:
         lowest = self.backlogged.first()
@@ -176,6 +185,8 @@ class WaitingQueue(Generic[E]):
     def __init__(self) -> None:
         self._nodes: dict[int, _Node[E]] = {}
         self._tiers: dict[int, _Tier[E]] = {}
+        # By priority; outlives the tier, which goes when nothing waits.
+        self._last_admission_s: dict[int, float] = {}
         self._serials = count(1)
 
     def __len__(self) -> int:
@@ -205,23 +216,33 @@ class WaitingQueue(Generic[E]):
         node = self._new_node(entry, is_charged=True)
         self._insert(node, node.account.sentinel)
 
-    def candidates(self) -> Iterator[E]:
+    def candidates(self, now_s: float) -> Iterator[E]:
         """Waiting entries in the order in which to try them; none is removed.
 
         The one just given may be admitted or removed before going on. Beginning a tier costs O(its tenants that wait),
         each step O(log of them).
         """
-        for priority in sorted(self._tiers, reverse=True):
-            yield from self._tiers[priority].candidates()
+        tiers = [self._tiers[priority] for priority in sorted(self._tiers, reverse=True)]
+        overdue = [entry for tier in tiers if (entry := self._overdue(tier, now_s)) is not None]
+        yield from overdue
+        tried = set(map(id, overdue))
+        for tier in tiers:
+            yield from (entry for entry in tier.candidates() if id(entry) not in tried)
 
-    def admit(self, entry: E) -> None:
-        """Remove an entry and charge its tenant what it is expected to cost. O(log n)."""
+    def admit(self, entry: E, now_s: float) -> bool:
+        """Remove an entry and charge its tenant what it is expected to cost; O(log n).
+
+        Returns whether its tier had been without a turn for `PATIENCE_S`.
+        """
+        account = self._node_of(entry).account
+        was_overdue = self._overdue(account.tier, now_s) is not None
+        self._last_admission_s[entry.priority] = now_s
         node = self._take_out(entry)
-        account = node.account
         if not node.is_charged:
             account.tier.last_start = account.virtual_time
             account.virtual_time += _charge_of(node)
         self._file(account)
+        return was_overdue
 
     def charge(self, tenant: str, num_tokens: int, *, priority: int = 0, weight: float = 1.0) -> None:
         """Correct what the tenant was charged in the tier, by less than 0 if it used less. O(log n).
@@ -260,6 +281,14 @@ class WaitingQueue(Generic[E]):
                 assert nodes or account.virtual_time > tier.virtual_time, f"{tenant} should be forgotten"
         assert found == set(self._nodes), "lists and map hold other entries"
 
+    def _overdue(self, tier: _Tier[E], now_s: float) -> E | None:
+        """The tier's next entry, if it is there, and none of the tier was admitted, for `PATIENCE_S`."""
+        first = tier.first()
+        if first is None:
+            return None
+        since_s = max(first.arrival_s, self._last_admission_s.get(tier.priority, -inf))
+        return first if now_s - since_s >= PATIENCE_S else None
+
     def _new_node(self, entry: E, *, is_charged: bool) -> _Node[E]:
         assert id(entry) not in self._nodes, f"{entry} is waiting already"
         if entry.cost_tokens < 0:
@@ -289,9 +318,14 @@ class WaitingQueue(Generic[E]):
 
     def _take_out(self, entry: E) -> _Node[E]:
         """Unlink an entry; its own links stay for iterators. The caller files the account."""
-        node = self._nodes.pop(id(entry), None)
-        assert node is not None, f"{entry} is not waiting"
+        node = self._node_of(entry)
+        del self._nodes[id(entry)]
         node.prev.next, node.next.prev = node.next, node.prev
+        return node
+
+    def _node_of(self, entry: E) -> _Node[E]:
+        node = self._nodes.get(id(entry))
+        assert node is not None, f"{entry} is not waiting"
         return node
 
     def _file(self, account: _Account[E]) -> None:

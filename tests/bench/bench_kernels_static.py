@@ -27,6 +27,8 @@ from tests.msl_host.launch import LaunchRecord
 from worker.metal.decode_plan import plan_verify, seen_ranges
 from worker.metal.kv_pools import slot_bytes_of
 from worker.metal.paged_decode import PagedDecode, choose_launch, cut_for
+from worker.metal.paged_prefill import PagedPrefill, tile_shape
+from worker.metal.prefill_rows import PrefillOptions, PrefillRows
 from worker.metal.quantized import QuantizedPool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -102,6 +104,61 @@ class Decode:
         return counts(host.records, launch.staged_tokens * self.head_dim * (self.bits or self.dtype.size * 8) // 8)
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """The last `queries` tokens of a context of `context` tokens, by tiles. KV heads don't share anything, so one says
+    what each does."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    context: int
+    window: int = 0
+    bits: int = 0
+    dtype: mx.Dtype = mx.float16
+
+    def __str__(self) -> str:
+        extras = {"window": self.window, "bits": self.bits}
+        shape = f"{self.heads} heads, GQA {self.heads // self.kv_heads}, D {self.head_dim}"
+        shape = f"{shape}, {self.queries} of {self.context} tokens"
+        return ", ".join([f"prefill, {shape}", *(f"{name} {value}" for name, value in extras.items() if value)])
+
+    @property
+    def num_tokens(self) -> int:
+        """As many as a decode of a like cost has."""
+        return self.heads * self.queries * (self.window or self.context) // 64
+
+    def reaches(self) -> list[tuple[int, int]]:
+        """Keys `[first, end)` of one KV head that each tile must read: from what its first token sees to its last."""
+        tokens = tile_shape(self.head_dim, self.dtype).rows * self.kv_heads // self.heads
+        starts = range(self.context - self.queries, self.context, tokens)
+        return [
+            (max(0, start - self.window + 1) if self.window else 0, min(start + tokens, self.context))
+            for start in starts
+        ]
+
+    def run(self) -> Row:
+        num_blocks = -(-self.context // BLOCK_SIZE)
+        table = np.random.RandomState(7).permutation(num_blocks).astype(np.int32)
+        shape = (num_blocks, self.kv_heads, BLOCK_SIZE, self.head_dim)
+        keys, values = (_pool(shape, self.dtype, self.bits, seed) for seed in (1, 2))
+        queries = mx.random.normal((self.queries, self.heads, self.head_dim), key=mx.random.key(3)).astype(self.dtype)
+        rows = PrefillRows([0, self.queries], [self.context], [table])
+        host = MslHost(count_lines=True, cpu_seconds=1800)
+        PagedPrefill(host)(queries, keys, values, rows, PrefillOptions(0.1, window=self.window))
+        tile = tile_shape(self.head_dim, self.dtype)
+        (record,) = host.records
+        bits = self.bits or self.dtype.size * 8
+        needed = 2 * self.kv_heads * sum(end - first for first, end in self.reaches()) * self.head_dim * bits // 8
+        read = sum(b.bytes_read for name, b in record.buffers.items() if name.endswith(("_pool", "_packed")))
+        num_tiles = self.kv_heads * sum(-(-end // tile.keys) - first // tile.keys for first, end in self.reaches())
+        return counts(host.records, 0) | {
+            "read_per_needed_byte": read / needed,
+            "barriers_per_tile": round(record.threadgroup_barriers / num_tiles, 3),
+        }
+
+
 def _pool(shape: tuple[int, ...], dtype: mx.Dtype, bits: int, seed: int) -> "mx.array | QuantizedPool":
     pool = mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
     return QuantizedPool(*mx.quantize(pool, group_size=64, bits=bits), bits, 64) if bits else pool
@@ -159,11 +216,17 @@ CASES: list[Case] = [
     Decode(16, 1, 576, 8192, latent=512),
     Decode(128, 1, 576, 2048, latent=512),
     Decode(32, 8, 128, 8192, rows=5),
+    Prefill(4, 1, 128, 512, 4096),
+    Prefill(8, 1, 64, 512, 4096),
+    Prefill(2, 1, 256, 512, 4096),
+    Prefill(4, 1, 128, 512, 4096, window=1024),
+    Prefill(4, 1, 128, 512, 4096, bits=8),
 ]
 _QUICK_TOKENS = 16384
 
 _COLUMNS = {
     "read / unique": "read_per_unique_byte",
+    "read / needed": "read_per_needed_byte",
     "partial / pool": "partial_bytes_per_pool_byte",
     "lines / load": "lines_per_load",
     "lines / least": "lines_per_least_lines",
@@ -193,7 +256,7 @@ def main() -> None:
     for head in _COLUMNS:
         table.add_column(head, justify="right")
     for row in rows:
-        table.add_row(row["case"], *(f"{row[key]:g}" for key in _COLUMNS.values()))
+        table.add_row(row["case"], *(f"{row[key]:g}" if key in row else "" for key in _COLUMNS.values()))
     Console(stderr=True, width=150).print(table)
     commit, is_dirty = serve_report.commit(REPOSITORY)
     about = {"commit": commit, "dirty": is_dirty, "machine": serve_report.machine()}

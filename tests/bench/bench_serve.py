@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tests.bench import serve_load, serve_models, serve_report, serve_servers
+from tests.bench import serve_load, serve_models, serve_products, serve_report, serve_servers
 from tests.bench.serve_load import Answer, Chats, Target, Writer
 from tests.bench.serve_report import Measured, Row
 from tests.bench.serve_servers import Server, Setting
@@ -171,7 +171,19 @@ def run_model(name: str, options: argparse.Namespace, setting: Setting) -> tuple
                 _say(serve_report.table(found))
                 rows += found
         notes["rss_mib"] = {server.name: round(server.rss_bytes() / 2**20) for server in servers}
+    for row in rows:
+        row["products_s"] = _products_s(row, setting) if row["scenario"] == "a" else None
     return rows, notes
+
+
+def _products_s(row: Row, setting: Setting) -> float:
+    """The least that matrix products alone take for what the row counts."""
+    num_output = row["output_tokens_per_s"] * row["wall_s"]
+    num_prompt = row["prompt_tokens_per_s"] * row["wall_s"] * (1 - row["cached_share"])
+    environment = serve_servers.peer_environment(setting)
+    return round(
+        serve_products.least_wall_s(setting.model_folder, row["clients"], num_prompt, num_output, environment), 2
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def measure(side: str, model: tuple[str, dict[str, Any]], workload: tuple[list[i
     """Output tokens a second of wall and of CPU time, and the 99th percentile of gaps between a request's tokens."""
     # As the worker does on a CPU: each fused kernel would cost seconds of a compiler.
     machine.prepare()
-    made = _make(model)
+    made = make_model(model)
     lengths, num_new, every = workload
     rng = random.Random(0)
     prompts = [[rng.randrange(1, 8192) for _ in range(length)] for length in lengths]
@@ -59,7 +59,8 @@ def measure(side: str, model: tuple[str, dict[str, Any]], workload: tuple[list[i
     }
 
 
-def _make(model: tuple[str, dict[str, Any]]) -> Module:
+def make_model(model: tuple[str, dict[str, Any]]) -> Module:
+    """Random float32 weights, the same every time."""
     module = importlib.import_module(f"mlx_lm.models.{model[0]}")
     mx.random.seed(0)
     made: Module = module.Model(module.ModelArgs.from_dict({"model_type": model[0], **model[1]}))

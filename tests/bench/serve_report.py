@@ -101,6 +101,8 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
             "inter_token_p50": _ratio(theirs["inter_token_p50_ms"], ours["inter_token_p50_ms"]),
             "inter_token_p99": _ratio(theirs["inter_token_p99_ms"], ours["inter_token_p99_ms"]),
             "server_cpu": _ratio(theirs["server_cpu_s"], ours["server_cpu_s"]),
+            # The throughput ratio of a server that did nothing but the model's matrix products.
+            "throughput_bound": theirs["products_s"] and _ratio(theirs["wall_s"], theirs["products_s"]),
         }
     return result
 

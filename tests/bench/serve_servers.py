@@ -154,13 +154,18 @@ def peer(setting: Setting) -> Server:
         *(sys.executable, "-m", "mlx_lm", "server", "--model", str(setting.model_folder)),
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING", *PEER_OPTIONS),
     ]
+    log = setting.log_folder / f"mlx_lm-{setting.model_folder.name}.log"
+    return Server("mlx_lm", "default_model", port, command, peer_environment(setting), log)
+
+
+def peer_environment(setting: Setting) -> dict[str, str]:
+    """Of whatever is no worker of Cidery's and is to have the same BLAS."""
     environment = _environment(setting)
     if setting.blas is not None:
         environment["LD_PRELOAD"] = str(setting.blas)
     if not setting.peer_compiles:
         environment["MLX_DISABLE_COMPILE"] = "1"
-    log = setting.log_folder / f"mlx_lm-{setting.model_folder.name}.log"
-    return Server("mlx_lm", "default_model", port, command, environment, log)
+    return environment
 
 
 def _environment(setting: Setting) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from tests.bench.bench_kernels_static import CASES, Decode
+from tests.bench.bench_kernels_static import CASES, Decode, Prefill
 from tests.msl_host.require import require_toolchain
 
 # GQA 1 to 8 (and beyond), D 64, 128 and 256; the last two columns: threadgroups and simdgroups of each.
@@ -55,6 +55,31 @@ def test_decode_reads_nothing_out_of_the_window():
 
 def test_latents_are_read_once_for_16_heads():
     assert Decode(32, 1, 576, 64, latent=512).run()["read_per_unique_byte"] == 2
+
+
+# The last two columns: barriers a tile of keys, and threadgroups.
+_PREFILL = [
+    (Prefill(4, 1, 128, 64, 512), 2, 8),
+    (Prefill(8, 2, 64, 40, 300), 2, 10),
+    (Prefill(8, 1, 64, 20, 200, dtype=mx.bfloat16), 2, 5),
+    (Prefill(2, 1, 112, 24, 96), 2, 2),
+    (Prefill(1, 1, 64, 64, 128), 2, 2),
+    (Prefill(2, 1, 256, 32, 128), 4, 2),
+    (Prefill(4, 1, 128, 32, 512, window=64), 2, 4),
+    (Prefill(4, 1, 128, 16, 128, bits=8), 2, 2),
+    (Prefill(4, 1, 128, 16, 128, bits=4), 2, 2),
+]
+
+
+@pytest.mark.parametrize(("case", "barriers", "threadgroups"), _PREFILL, ids=str)
+def test_prefill_reads_what_its_tiles_see_once_a_tile_of_rows(case, barriers, threadgroups):
+    """Nothing beyond the diagonal or out of the window, and for all heads that share a KV head at once."""
+    row = case.run()
+    assert row["read_per_needed_byte"] == 1
+    assert row["lines_per_least_lines"] == 1
+    assert row["barriers_per_tile"] == barriers
+    assert row["threadgroup_memory_bytes"] <= 16 * 1024
+    assert (row["threadgroups"], row["launches"]) == (threadgroups, 1)
 
 
 def test_cases_of_the_benchmark_have_names_of_their_own():

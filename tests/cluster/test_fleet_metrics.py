@@ -15,7 +15,9 @@ GROUP = admin_pb2.KVGroup(
     num_evicted_left_behind=7,
     num_evicted_ranked=8,
     num_evicted_orphaned=9,
+    findable_bytes=10,
 )
+POOL = admin_pb2.KVPool(page_bytes=1024, referenced_bytes=11, cached_bytes=12, free_bytes=13)
 
 
 def samples(text):
@@ -28,16 +30,23 @@ def samples(text):
 
 
 def test_a_mac_that_answers_shows_its_memory_and_groups():
-    cache = admin_pb2.KVCache(referenced_bytes=1, cached_bytes=2, free_bytes=3, pinned_bytes=4, groups=[GROUP])
+    cache = admin_pb2.KVCache(
+        referenced_bytes=1, cached_bytes=2, free_bytes=3, pinned_bytes=4, groups=[GROUP], pools=[POOL]
+    )
     mac = admin_pb2.Mac(name="studio", kv_cache=cache, scheduling=admin_pb2.Scheduling(num_running=5, num_waiting=6))
+    mac.kernel_failures["paged_decode"] = 2
     found = samples(fleet_text([mac]))
     of_mac, of_group = ("mac", "studio"), (("group", "0"), ("kind", "window"), ("mac", "studio"))
     assert found["cidery_router_up", ()] == 1
     assert found["cidery_mac_up", (of_mac,)] == 1
     for state, value in (("referenced", 1), ("cached", 2), ("free", 3), ("pinned", 4)):
         assert found["cidery_kv_bytes", (of_mac, ("state", state))] == value
+    for state, value in (("referenced", 11), ("cached", 12), ("free", 13)):
+        assert found["cidery_kv_pool_bytes", (of_mac, ("pool", "0"), ("state", state))] == value
+    assert found["cidery_kv_findable_bytes", of_group] == 10
     assert found["cidery_mac_running", (of_mac,)] == 5
     assert found["cidery_mac_waiting", (of_mac,)] == 6
+    assert found["cidery_mac_kernel_failures_total", (("kernel", "paged_decode"), of_mac)] == 2
     assert found["cidery_kv_queried_tokens_total", of_group] == 640
     assert found["cidery_kv_hit_tokens_total", of_group] == 320
     assert found["cidery_kv_limited_total", of_group] == 3

@@ -89,3 +89,30 @@ async def test_a_tokenizer_that_cannot_be_used_is_said_once_a_grammar_comes(monk
     checker.start()
     with pytest.raises(InvalidRequest, match="can't be held to a grammar"):
         await checker.check(grammars.regex("f", "a"))
+
+
+def chain_of_rules(num_rules):
+    return "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(num_rules)) + f'\na{num_rules}: "x"\n'
+
+
+def chain_of_references(num_links):
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(num_links)}
+    return {"$ref": "#/$defs/d0", "$defs": links | {f"d{num_links}": {"type": "integer"}}}
+
+
+async def test_a_chain_as_long_as_allowed_is_compiled(checker):
+    await checker.check(grammars.lark("f", chain_of_rules(grammars.MAX_LINKS - 2)))
+    await checker.check(grammars.json_schema("f", chain_of_references(grammars.MAX_LINKS - 1)))
+
+
+def test_a_longer_chain_is_refused_before_it_ends_the_process():
+    """The compiler recurses: 3,000 links overflow its stack."""
+    with pytest.raises(InvalidRequest, match="at most 1000 rules, got 3002"):
+        grammars.lark("f", chain_of_rules(3000))
+    with pytest.raises(InvalidRequest, match=r"at most 1000 references \(\$ref\), got 3001"):
+        grammars.json_schema("f", chain_of_references(3000))
+
+
+def test_colons_in_quotes_and_comments_are_no_rules():
+    grammars.lark("f", f'start: "{":" * 2000}" /{":" * 2000}/ // {":" * 2000}')
+    grammars.choice("f", [":" * 200] * 20)

@@ -121,6 +121,11 @@ def test_options_reach_the_plan():
     assert report(path, *USUAL, "--gpu-memory-utilization", 0.5)["budget_bytes"] == 12 * 2**30
     usual, quantised = (report(path, *USUAL, *bits)["groups"][0]["page_bytes"] for bits in ([], ["--kv-bits", 4]))
     assert quantised == usual * 4.5 / 16
+    smaller = report(path, *USUAL, "--kv-bits", 8, "--kv-group-size", 32)
+    assert smaller["groups"][0]["page_bytes"] == usual * 9 / 16
+    assert "stored in 8 bits in groups of 32, a scale and a bias each" in smaller["reasons"][-1]
+    states = report(path_of("mamba2-2.7b"), *USUAL, "--max-model-len", 4096, "--kv-bits", 8)
+    assert states["reasons"][-1] == "Nothing is quantised: recurrent states never are."
     longer = report(path, *USUAL, "--max-num-batched-tokens", 2048)
     assert longer["bytes_per_sequence"] > report(path, *USUAL)["bytes_per_sequence"]
 
@@ -152,8 +157,9 @@ def test_a_small_budget_is_shown_in_its_own_unit(tmp_path):
         ([path_of("qwen3-8b"), "--memory", "0"], 1, "no max_model_len fits, or raise the budget"),
         ([path_of("qwen3-8b"), "--memory", "lots"], 2, "'lots' is no size"),
         ([path_of("qwen3-8b"), "--max-model-len", "0"], 2, "max_model_len must be at least 2"),
-        ([path_of("qwen3-8b"), "--block-size", "0"], 2, "block_size must be at least 1, got 0"),
-        ([path_of("qwen3-8b"), "--kv-bits", "7"], 1, "kv_bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
+        ([path_of("qwen3-8b"), "--block-size", "0"], 1, "block_size must be 16 or 32 tokens, got 0"),
+        ([path_of("qwen3-8b"), "--kv-bits", "7"], 1, "kv_bits must be one of 4, 8, got 7"),
+        ([path_of("qwen3-8b"), "--kv-group-size", "32"], 1, "kv_group_size 32 says how"),
         ([path_of("qwen3-8b"), "--gpu-memory-utilization", "1.5"], 2, "1.5 is not in the range"),
         ([path_of("mamba2-2.7b")], 2, "the model doesn't tell its longest context; give --max-model-len"),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.config import bundled_model, default_model_name
 from cluster.errors import StartupFailed
-from cluster.model_files import find_model, model_digest, read_json, tokenizer_digest
+from cluster.model_files import check_model, find_model, model_digest, read_json, tokenizer_digest
 
 
 @pytest.fixture
@@ -56,3 +56,35 @@ def test_json_that_is_no_object_is_refused(tmp_path):
 def test_clients_call_a_model_by_its_folder_or_hub_id(tmp_path):
     assert default_model_name(str(tmp_path / "..")) == tmp_path.parent.name
     assert default_model_name("someone/some-model") == "someone/some-model"
+
+
+def cut(path, num_bytes):
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+BROKEN = {
+    "config.json: is no JSON": lambda folder: cut(folder / "config.json", 30),
+    "config.json: expected a JSON object, got list": lambda folder: (folder / "config.json").write_text("[]"),
+    "config.json: names no model_type": lambda folder: (folder / "config.json").write_text("{}"),
+    "holds no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    r"model.safetensors: is cut off: \d+ bytes, its header tells of": lambda folder: cut(
+        folder / "model.safetensors", 1_000_000
+    ),
+    r"model.safetensors: is cut off or no safetensors file \(100 bytes\)": lambda folder: cut(
+        folder / "model.safetensors", 100
+    ),
+    r"model.safetensors: is cut off or no safetensors file \(0 bytes\)": lambda folder: cut(
+        folder / "model.safetensors", 0
+    ),
+    "its header can't be read": lambda folder: (folder / "model.safetensors").write_bytes(
+        (2).to_bytes(8, "little") + b"[]" + bytes(10)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_broken_folder_is_told_with_the_file(folder, message):
+    check_model(folder)
+    BROKEN[message](folder)
+    with pytest.raises(StartupFailed, match=message):
+        check_model(folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from cluster.config import KV_BITS
 from cluster.kv.spec import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -18,7 +19,7 @@ from cluster.kv.spec import (
     StateTensor,
 )
 from cluster.mac_memory import layer_specs
-from cluster.model_kv import ATTEND_FULLY, KV_BITS, specs_from_config
+from cluster.model_kv import ATTEND_FULLY, specs_from_config
 from protos.cidery.worker.v1 import worker_pb2
 from tests.worker import families
 from worker import description, models
@@ -287,6 +288,11 @@ def test_kv_bits_quantise_as_mlx_does(kv_bits, head_dim, group_size):
     assert spec.token_bytes == sum(x.nbytes for x in packed)
 
 
+def test_a_group_size_can_be_asked_for():
+    formats = [specs_from_config(PLAIN, kv_bits=8, kv_group_size=size)[0].format for size in (32, 64)]
+    assert formats == [KVFormat(8, 32, 4), KVFormat(8, 64, 4)]
+
+
 def test_kv_bits_leave_states_alone():
     config = json.loads((CONFIGS / "qwen3-next-80b.json").read_text())
     assert specs_from_config(config, kv_bits=4)[0] == specs_from_config(config)[0]
@@ -331,8 +337,14 @@ def test_what_cannot_be_told_is_refused_by_model_and_field(config, message):
         specs_from_config(config)
 
 
-def test_kv_bits_that_mlx_lacks_are_refused():
-    with pytest.raises(ValueError, match="kv_bits must be one of 2, 3, 4, 5, 6, 8, got 7"):
-        specs_from_config(PLAIN, kv_bits=7)
+def test_kv_bits_that_the_engine_lacks_are_refused():
+    with pytest.raises(ValueError, match="kv_bits must be one of 4, 8, got 6"):
+        specs_from_config(PLAIN, kv_bits=6)
+    with pytest.raises(ValueError, match="kv_group_size must be one of 32, 64, got 128"):
+        specs_from_config(PLAIN, kv_bits=8, kv_group_size=128)
+    with pytest.raises(ValueError, match=r"kv_group_size 32 says how .* it needs kv_bits"):
+        specs_from_config(PLAIN, kv_group_size=32)
+    with pytest.raises(ValueError, match="keys or values of 96 elements; kv_bits needs a multiple of 64"):
+        specs_from_config(PLAIN | {"head_dim": 96}, kv_bits=4, kv_group_size=64)
     with pytest.raises(ValueError, match="keys or values of 80 elements; kv_bits needs a multiple of 32"):
         specs_from_config(PLAIN | {"head_dim": 80}, kv_bits=4)

@@ -50,7 +50,6 @@ def test_any_bytes_are_an_object_or_refused(data):
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("suffix", "tail"),
-        ("echo", True),
     ],
 )
 def test_what_would_change_the_answer_is_refused(field, value):
@@ -200,3 +199,32 @@ def test_prompts_are_text_or_tokens(prompt, expected):
 def test_other_prompts_are_refused(prompt):
     with pytest.raises(InvalidRequest, match="prompt"):
         parse_prompt({"prompt": prompt})
+
+
+def test_echo_makes_logprobs_those_of_the_prompt_too():
+    common = parse_common({"echo": True, "logprobs": 3, "max_tokens": 0}, is_chat=False)
+    assert common.echo
+    assert not common.tells_prompt
+    assert common.sampling.num_prompt_logprobs == common.sampling.num_top_logprobs == 3
+    assert common.sampling.may_draw_none
+    plain = parse_common({"echo": True}, is_chat=False)
+    assert plain.echo
+    assert plain.sampling.num_prompt_logprobs is None
+    told = parse_common({"prompt_logprobs": 0}, is_chat=True)
+    assert told.tells_prompt
+    assert told.sampling.num_prompt_logprobs == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "is_chat", "field"),
+    [
+        ({"echo": True}, True, "echo"),
+        ({"echo": 1}, False, "echo"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, False, "prompt_logprobs"),
+        ({"prompt_logprobs": "2"}, False, "prompt_logprobs"),
+    ],
+)
+def test_bad_echoes_are_refused(body, is_chat, field):
+    with pytest.raises(InvalidRequest) as refused:
+        parse_common(body, is_chat=is_chat)
+    assert refused.value.field == field

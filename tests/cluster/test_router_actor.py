@@ -8,12 +8,14 @@ import pytest
 
 from cluster import reporter as reporter_module
 from cluster import router_actor
+from cluster.adapters import AdapterList, AdapterReport, AdapterSpec, AdapterState, AdapterStatus
 from cluster.errors import InvalidRequest, MacsAway, ModelNotFound, NoMacReady, NotFound, Overloaded, RequestTooLong
 from cluster.event_wire import Batch, pack
 from cluster.kv.hashing import hash_blocks, join_hashes, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.kv.spec import FullAttentionSpec, SlidingWindowSpec
+from cluster.mac_adapters import MacAdapters
 from cluster.reporter import Reporter
 from cluster.router_actor import MacReport, ReportAnswer, RequestNotes, RouterActor
 from cluster.routing.config import RoutingConfig
@@ -215,6 +217,42 @@ class TestWaiting:
         assert mac.load.num_requests == 0
 
 
+class TestAdapters:
+    SPEC = AdapterSpec("pirate", "m", "/adapters/pirate", "d1", 100, 5)
+
+    def reported(self, version: int, state: AdapterState = AdapterState.READY) -> AdapterReport:
+        return AdapterReport(version, (AdapterStatus("pirate", "d1", state),))
+
+    async def test_a_mac_that_is_behind_is_told_and_one_that_lacks_it_gets_no_request_for_it(self, actor) -> None:
+        await ready(actor, "a", "b")
+        assert await actor.report(report()) is ReportAnswer.OK
+        await actor.load_adapter(self.SPEC)
+        wanted = await actor.adapters()
+        assert wanted.specs == (self.SPEC,)
+        assert await actor.report(report()) is ReportAnswer.ADAPTERS
+        with pytest.raises(NoMacReady, match="a: has not loaded the adapter; b: has not loaded the adapter"):
+            await actor.route(query(adapter="d1"))
+        loading = self.reported(wanted.version, AdapterState.LOADING)
+        assert await actor.report(report(adapters=loading)) is ReportAnswer.OK
+        assert await actor.report(report("b", adapters=self.reported(wanted.version))) is ReportAnswer.OK
+        for number in range(3):
+            assert (await actor.route(query(adapter="d1", request_id=f"r{number}"))).mac == "b"
+        explained = await actor.what_if(query(adapter="d1"))
+        assert {each.mac: each.excluded for each in explained.candidates}["a"] == "has not loaded the adapter"
+        await actor.unload_adapter("pirate")
+        assert await actor.report(report("b", adapters=self.reported(wanted.version))) is ReportAnswer.ADAPTERS
+        with pytest.raises(NotFound):
+            await actor.unload_adapter("pirate")
+
+    async def test_a_router_that_begins_anew_takes_the_list_of_a_mac(self, actor) -> None:
+        brought = AdapterList(77, (self.SPEC,))
+        info = info_of(new_kv())
+        await actor.join(info, "digest", is_draining=False, cordon=None, adapters=brought)
+        assert await actor.adapters() == brought
+        await actor.leave("a", 1)
+        assert (await actor.adapter_view()).by_mac == {}
+
+
 class Engine:
     """A Mac's engine as far as the reporter sees it, with a real KV cache."""
 
@@ -231,7 +269,11 @@ class Engine:
         self.kv = new_kv()
         self.epoch = 1
         self.step_samples: list[StepSample] = []
+        self.adapters = MacAdapters("m", 1 << 20, lambda message: True, lambda: None)
         self._num = 0
+
+    def follow_adapters(self, wanted: AdapterList) -> None:
+        self.adapters.follow(wanted)
 
     def run(self, tokens) -> None:
         self._num += 1
@@ -277,6 +319,20 @@ class TestReporter:
         await self.step(link)
         assert self.known(link) == link.engine.kv.digests() != (0, 0)
         assert [method for method, _ in link.calls] == ["join", "check_digests", "report"]
+
+    async def test_follows_the_list_of_adapters_and_says_how_far_it_is(self, link) -> None:
+        await self.step(link)
+        await link.actor.load_adapter(AdapterSpec("pirate", "m", "/nowhere", "d1", 100, 5))
+        await self.step(link)
+        assert [method for method, _ in link.calls][-2:] == ["report", "adapters"]
+        assert link.engine.adapters.followed == await link.actor.adapters()
+        await asyncio.gather(*link.engine.adapters._checks)
+        await link.reporter._report(link.engine, "a:1")  # not at its hour, but because something has changed
+        ((status,),) = (await link.actor.adapter_view()).by_mac.values()
+        assert (status.state, status.problem) == (AdapterState.FAILED, "'/nowhere' is no folder on this machine")
+        calls = len(link.calls)
+        await link.reporter._report(link.engine, "a:1")
+        assert len(link.calls) == calls
 
     async def test_a_lost_report_is_mended_by_a_difference(self, link) -> None:
         await self.step(link)

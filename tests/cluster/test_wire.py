@@ -15,9 +15,21 @@ from cluster.kv.hashing import BlockHash
 from cluster.kv.memory import PoolResize
 from cluster.kv.planner import plan_layout
 from cluster.kv.spec import FullAttentionSpec, RecurrentStateSpec, StateTensor
-from cluster.scheduling.plan import StepPlan
-from cluster.scheduling.request import NO_RULES, Finish, LogitRules, Request, SamplingParams, TokenLogprobs, Update
+from cluster.scheduling.plan import NewSequence, PromptLogprobs, Sampled, StepPlan
+from cluster.scheduling.request import (
+    NO_RULES,
+    Finish,
+    LogitRules,
+    Pooling,
+    Reading,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    Update,
+)
 from protos.cidery.node.v1 import node_pb2
+from protos.cidery.v1 import sampling_pb2
+from protos.cidery.worker.v1 import worker_pb2
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple)
 HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
@@ -76,6 +88,10 @@ ROOT = BlockHash(b"r" * 16)
         retention_priority=st.integers(-8, 8),
         pin_s=st.floats(0.0, 1e6),
         cache_salt=st.text(max_size=20),
+        adapter=st.text(max_size=20),
+        reading=st.none()
+        | st.builds(Reading, num_top_logprobs=st.integers(0, 20), first_scored=st.integers(1, 2**31))
+        | st.builds(Reading, pooling=st.sampled_from(Pooling)),
     )
 )
 def test_a_request_arrives_as_it_was_sent(request):
@@ -102,6 +118,8 @@ def test_the_models_end_tokens_join_the_clients_unless_ignored():
         finish=st.none() | st.sampled_from(Finish),
         num_cached_tokens=st.integers(0, 2**31),
         queue_s=st.floats(0, 1e6),
+        prompt_logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+        embedding=st.lists(FLOATS, max_size=3).map(tuple),
     )
 )
 def test_an_update_arrives_as_it_was_sent(update):
@@ -180,3 +198,40 @@ def test_a_layout_reaches_the_worker_with_its_groups_and_pools():
     assert [(group.pool, list(group.layers)) for group in message.groups] == [(0, [0, 2]), (1, [1])]
     assert list(message.num_blocks) == [pool.num_blocks for pool in layout.pools]
     assert (message.block_size, message.root_hash) == (16, b"r" * 16)
+
+
+def test_what_is_wanted_of_a_prompt_reaches_the_worker():
+    new = NewSequence(3, (1, 2, 3), b"", SamplingParams(), (), {}, 3, adapter="d", reads_only=True)
+    for reading, first, pooling, num_top in (
+        (None, 0, sampling_pb2.POOLING_UNSPECIFIED, None),
+        (Reading(4, first_scored=2), 2, sampling_pb2.POOLING_UNSPECIFIED, 4),
+        (Reading(pooling=Pooling.MEAN), 1, sampling_pb2.POOLING_MEAN, None),
+    ):
+        (message,) = wire.plan_to_proto(StepPlan(5, new_sequences=(replace(new, reading=reading),))).plan.new_sequences
+        assert (message.first_scored, message.pooling) == (first, pooling)
+        assert message.sampling.HasField("num_prompt_logprobs") == (num_top is not None)
+        assert message.sampling.num_prompt_logprobs == (num_top or 0)
+        assert (message.adapter, message.reads_only) == ("d", True)
+
+
+def test_what_a_prompt_was_read_as_comes_back():
+    message = worker_pb2.StepResult(
+        sampled=[worker_pb2.Sampled(seq_id=3, is_read=True, embedding=[0.5, 2.0])],
+        prompt_logprobs=[
+            worker_pb2.PromptLogprobs(
+                seq_id=3,
+                start=7,
+                logprobs=[-1, -2],
+                num_top=2,
+                top_token_ids=[5, 6, 7, 8],
+                top_logprobs=[-1, -3, -2, -4],
+            ),
+            worker_pb2.PromptLogprobs(seq_id=4, start=1, logprobs=[-1, -2]),
+        ],
+    )
+    result = wire.result_from_proto(message)
+    assert result.sampled == (Sampled(3, 0, None, False, is_read=True, embedding=(0.5, 2.0)),)
+    assert result.prompt_logprobs == (
+        PromptLogprobs(3, 7, (-1.0, -2.0), (((5, -1.0), (6, -3.0)), ((7, -2.0), (8, -4.0)))),
+        PromptLogprobs(4, 1, (-1.0, -2.0), ((), ())),
+    )

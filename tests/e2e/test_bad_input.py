@@ -76,6 +76,16 @@ HTTP_CASES = {
     "tenant too long": (CHAT, {"messages": USER, "tenant": "t" * 129}, 400, "tenant: may have at most 128 characters"),
     "not an object": (CHAT, [1, 2], 400, "must be a JSON object, got a list"),
     "too many messages": (CHAT, {"messages": USER * 5000}, 400, "at most 4096 messages"),
+    "a batch": (TEXT, {"prompt": ["a", "b"]}, 400, "is one prompt a request, not a batch; got 2"),
+    "millions of ids": (TEXT, {"prompt": [5] * 1_100_000}, 400, "at most 1048576 token ids, got 1100000"),
+    "speech": (CHAT, {"messages": USER, "modalities": ["audio"]}, 400, "modalities: is not supported"),
+    "a chain of rules": (
+        TEXT,
+        {"prompt": "x", "guided_grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3000))},
+        400,
+        "at most 1000 rules",
+    ),
+    "what if nothing": ("/admin/explain", {"text": ""}, 400, "text: is empty"),
     "prompt too long": (TEXT, {"prompt": [5] * 4090, "max_tokens": 50}, 400, TOO_LONG),
 }
 RAW_CASES = {
@@ -160,12 +170,9 @@ def test_http_says_what_is_wrong(three_macs, case):
 
 
 def test_unknown_routes_and_methods_answer_in_the_usual_shape(three_macs):
-    for response in (three_macs.client.get("/v1/nothing"), three_macs.client.get(CHAT)):
-        assert response.status_code in (404, 405)
-        assert response.json()["error"]["code"] == "no_such_route"
-    assert three_macs.client.get("/v1/models/cidery-tiny").json()["id"] == "cidery-tiny"
-    assert three_macs.client.get("/v1/models/gpt-9").status_code == 404
-    assert three_macs.client.post("/admin/drain", content=rb'{"mac": "\ud800"}').status_code == 400
+    for path, status, code in (("/v1/nothing", 404, "no_such_route"), (CHAT, 405, "method_not_allowed")):
+        response = three_macs.client.get(path)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -208,3 +215,14 @@ def test_grpc_answers_invalid_utf8_as_the_callers_mistake(three_macs):
         list(channel.unary_stream("/cidery.v1.InferenceService/Generate")(field_2_is_text))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "not a cidery.v1.GenerateRequest" in caught.value.details()
+
+
+def test_the_fleet_is_not_steered_from_a_web_page(three_macs):
+    """A browser sends such a request for any page that is open."""
+    (mac, *_) = three_macs.macs
+    headers = {"origin": "http://evil.example", "content-type": "text/plain"}
+    answer = three_macs.client.post("/admin/drain", content=f'{{"mac": "{mac}"}}', headers=headers)
+    assert answer.status_code == 403
+    assert "http://evil.example" in answer.json()["error"]["message"]
+    states = {each["state"] for each in three_macs.client.get("/admin/fleet").json()["macs"]}
+    assert states == {"MAC_STATE_READY"}

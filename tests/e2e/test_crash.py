@@ -2,12 +2,15 @@
 
 import json
 import os
+import random
 import signal
 import threading
 import time
 
 import psutil
 import pytest
+
+from protos.cidery.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -97,6 +100,29 @@ def test_a_killed_mac_costs_no_token_and_it_comes_back(fleet):
     wait_for(lambda: fleet.fleet()[name]["state"] == "MAC_STATE_READY")
     cold = [{"prompt": [30 + number] * 20, "max_tokens": 2} for number in range(8)]
     assert {stream(fleet, fields, lambda count: None)["mac"] for fields in cold} == set(fleet.macs)
+
+
+@pytest.mark.parametrize("kills_manager", [False, True], ids=["worker", "Mac"])
+def test_a_prompt_that_is_scored_is_told_once_whoever_dies(fleet, oracle, kills_manager):
+    """Long enough for several steps; killed when the first log-probabilities are there."""
+    rng = random.Random(int(kills_manager))
+    prompt = [rng.randrange(3, 1500) for _ in range(3000)]
+    sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=8, num_prompt_logprobs=1, ignore_eos=True)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), sampling=sampling)
+    told, tokens, killed = [], [], False
+    with fleet.channel() as channel:
+        for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request):
+            told += response.chunk.prompt_logprobs
+            tokens += response.chunk.token_ids
+            if told and not tokens and not killed:
+                killed = True
+                busy = max(fleet.fleet().values(), key=lambda mac: mac["scheduling"]["num_running"])
+                process = psutil.Process(busy["worker_pid"])
+                (process.parent() if kills_manager else process).kill()
+    assert killed
+    assert [each.token_id for each in told] == prompt[1:]
+    assert tokens == oracle(prompt, 8, ignore_eos=True)[0]
+    wait_for(lambda: len([mac for mac in fleet.fleet().values() if mac["worker_pid"]]) == 2)
 
 
 def test_many_requests_survive_a_killed_mac(fleet):
@@ -193,3 +219,21 @@ def test_new_requests_wait_for_macs_that_come_back(fleet):
     time.sleep(1.0)
     assert fleet.complete("Hello", max_tokens=2)["usage"]["completion_tokens"] >= 1
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
+
+
+def test_the_ray_node_of_a_mac_may_die(start):
+    """The first Mac's: the router must not die with it. Last, because such a node does not come back."""
+    with start("--macs", "2", "--kv-cache-memory", "64MiB") as served:
+        undisturbed = served.complete(PROMPT, max_tokens=20, temperature=0)
+        first = sorted(served.macs)[0]
+        worker = psutil.Process(served.fleet()[first]["worker_pid"])
+        # The node first, or it would start another manager at once.
+        node = next(parent for parent in worker.parents() if "raylet" in parent.name())
+        manager = worker.parent()
+        node.kill()
+        manager.kill()
+        wait_for(lambda: served.fleet()[first]["state"] == "MAC_STATE_LOST")
+        assert served.client.get("/health").status_code == 200
+        again = served.complete(PROMPT, max_tokens=20, temperature=0)
+        assert again["choices"] == undisturbed["choices"]
+        assert again["cidery"]["mac"] != first

@@ -99,7 +99,7 @@ def test_a_family_that_mlx_lm_does_not_know_is_refused_by_name(tmp_path):
 def test_a_kv_cache_larger_than_the_machine_is_refused():
     done = serve("--kv-cache-memory", "4000TiB")
     assert done.returncode == 1
-    assert "does not fit: beside the weights" in done.stderr
+    assert "does not fit: beside weights of" in done.stderr
 
 
 def test_a_context_that_does_not_fit_says_what_would():
@@ -113,6 +113,9 @@ def test_a_context_that_does_not_fit_says_what_would():
     ("arguments", "words"),
     [
         (("--model", "/nowhere"), "is no folder on this machine"),
+        (("--model", ""), "--model is empty"),
+        (("--address", "127.0.0.1:1"), "no Ray answers at 127.0.0.1:1"),
+        (("--request-log", "/nowhere/log"), "/nowhere/log"),
         (("--block-size", "5"), "block_size must be 16 or 32"),
         (("--gpu-memory-utilization", "1.5"), "must be in (0, 1]"),
         (("--kv-cache-memory", "much"), "is no size"),

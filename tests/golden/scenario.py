@@ -42,8 +42,8 @@ def follow_ups(prompts: list[list[int]], vocab_size: int) -> list[list[int]]:
     return [prompts[2][:48] + rng.randint(1, vocab_size, size).tolist() for size in (3, 21)]
 
 
-def reference(model, prompt: list[int], num_tokens: int = NEW_TOKENS) -> Reference:
-    steps = list(generate_step(mx.array(prompt), model, max_tokens=num_tokens))
+def reference(model, prompt: list[int], num_tokens: int = NEW_TOKENS, prompt_cache=None) -> Reference:
+    steps = list(generate_step(mx.array(prompt), model, max_tokens=num_tokens, prompt_cache=prompt_cache))
     return Reference([int(token) for token, _ in steps], [np.array(lp.astype(mx.float32)) for _, lp in steps])
 
 
@@ -81,6 +81,19 @@ def run(mac: InProcessMac, prompts: list[list[int]], later: list[list[int]]) -> 
     return result
 
 
+def expected_of(model, prompts: list[list[int]], reference=reference) -> dict[str, list[Reference]]:
+    """mlx-lm's answers to all that `run` asks, by path."""
+    later = follow_ups(prompts, VOCAB_SIZE)
+    alone = [reference(model, prompt) for prompt in prompts]
+    turn = prompts[2] + alone[2].tokens + prompts[0]
+    return {
+        "alone": [alone[0]],
+        "batch": [alone[i] for i in (1, 2, 0, 3, 4)],
+        "prefix hit": [alone[2], alone[4], *(reference(model, prompt) for prompt in later)],
+        "turn hit": [reference(model, turn)],
+    }
+
+
 @dataclass
 class Checked:
     """A model taken through everything, and how far it was from mlx-lm."""
@@ -94,17 +107,9 @@ class Checked:
 def check(model, config, **options) -> Checked:
     """Alone, in ragged batches, by chunks, from cached prefixes and states, preempted, beside a cancelled one."""
     prompts = prompts_of(VOCAB_SIZE)
-    later = follow_ups(prompts, VOCAB_SIZE)
-    alone = [reference(model, prompt) for prompt in prompts]
-    turn = prompts[2] + alone[2].tokens + prompts[0]
-    expected = {
-        "alone": [alone[0]],
-        "batch": [alone[i] for i in (1, 2, 0, 3, 4)],
-        "prefix hit": [alone[2], alone[4], *(reference(model, prompt) for prompt in later)],
-        "turn hit": [reference(model, turn)],
-    }
+    expected = expected_of(model, prompts)
     mac = InProcessMac(model, config, **options)
-    result = run(mac, prompts, later)
+    result = run(mac, prompts, follow_ups(prompts, VOCAB_SIZE))
     pairs = [
         (path, answer, one)
         for path, references in expected.items()
@@ -116,7 +121,12 @@ def check(model, config, **options) -> Checked:
 
 def max_error(answer: Answer, expected: Reference) -> float:
     """The largest difference of a log-probability, as long as the tokens are the same."""
-    errors = [0.0]
+    return max(errors_of(answer, expected), default=0.0)
+
+
+def errors_of(answer: Answer, expected: Reference) -> list[float]:
+    """The largest difference of a log-probability at each place, as long as the tokens are the same."""
+    errors = []
     for token, report, theirs, logprobs in zip(
         answer.tokens, answer.logprobs, expected.tokens, expected.logprobs, strict=True
     ):
@@ -124,7 +134,7 @@ def max_error(answer: Answer, expected: Reference) -> float:
         errors.append(max(abs(value - float(logprobs[each])) for each, value in pairs))
         if token != theirs:
             break
-    return max(errors)
+    return errors
 
 
 def problems(answer: Answer, expected: Reference, tolerance: float) -> list[str]:

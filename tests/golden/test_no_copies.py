@@ -35,12 +35,15 @@ class WatchedMac(InProcessMac):
     def arrays(self):
         return self.engine._tensors._arrays
 
+    def buffers(self):
+        return [array for _, array in sorted(self.arrays().writer._arrays.items())]
+
     def pool_bytes(self):
-        return [array.nbytes for array in self.arrays()._arrays.values()]
+        return [array.nbytes for array in self.buffers()]
 
     def pointers(self):
         # The buffer protocol hands out MLX's own memory; the view is gone before the next step.
-        return [np.asarray(memoryview(array)).ctypes.data for array in self.arrays()._arrays.values()]
+        return [np.asarray(memoryview(array)).ctypes.data for array in self.buffers()]
 
     def watch(self):
         """From here on, with all memory committed, so that no pool has a reason to grow."""

@@ -1,33 +1,22 @@
-"""The whole engine with the harness as its GPU: the tokens of the path without one."""
+"""The whole engine with the harness as its GPU, a tiny model of each kind of layer: the tokens of the path without one.
 
-import importlib
+Kernels are found, tested and put together as a worker does it; but for one model the self-test's verdict is taken as
+given, since each kernel's own tests run it at length.
+"""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_map
 
-from protos.cidery.v1.sampling_pb2 import SamplingParams
+from tests.golden import scenario
+from tests.golden.cases import config_of, make_model
 from tests.msl_host.host import MslHost, engine_on_host
-from tests.worker.driver import Driver, Request, configure_of
-from worker import models
+from tests.worker.metal.engine_kinds import KINDS, answers, load
+from worker import dry_run, kernel_needs
 from worker.engine import Engine
-from worker.metal import dispatch
-
-_CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 320,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+from worker.metal import dispatch, self_test_cases
+from worker.metal.dispatch import twin_kernels
+from worker.metal.self_test_cases import FAMILIES
 
 
 @pytest.fixture(autouse=True)
@@ -38,39 +27,52 @@ def _no_compile():
     mx.enable_compile()
 
 
-def _engine() -> Engine:
-    """As a worker starts one, kernels chosen by the dispatch."""
-    module = importlib.import_module(f"mlx_lm.models.{_CONFIG['model_type']}")
-    mx.random.seed(1)
-    model = module.Model(module.ModelArgs.from_dict(_CONFIG))
-    model.eval()
-    model.set_dtype(mx.float32)
-    model.update(tree_map(lambda weight: weight + 0.1 * mx.random.normal(weight.shape), model.parameters()))
-    mx.eval(model.parameters())
-    loaded = models.adapt(model, _CONFIG)
-    engine = Engine(loaded, dispatch.choose_kernels(loaded.layers), memory_limit_bytes=1 << 30)
-    engine.configure(configure_of(engine, num_blocks=64))
-    return engine
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_on_the_harness_gives_the_tokens_of_plain_mlx(kind):
+    loaded = load(kind)
+    tokens, logprobs = answers(loaded, twin_kernels())
+    needs = kernel_needs.needs_of(loaded, 16)
+    host = MslHost()
+    kernels = dispatch.assemble(host, needs, {family.name for family in FAMILIES})
+    our_tokens, our_logprobs = answers(loaded, kernels)
+    assert our_tokens == tokens
+    # In few bits, an element between two levels may become either.
+    assert np.abs(our_logprobs - logprobs).max() < (1e-4 if KINDS[kind][2] is None else 1e-3)
+    ran = {record.kernel.removeprefix("cidery_") for record in host.records}
+    for name in KINDS[kind][3]:
+        assert any(kernel.startswith(f"{name}_f32") for kernel in ran), f"{name} is not among {ran}"
 
 
-def _answers(engine: Engine) -> list[list[int]]:
-    """A token, a block and more together, in chunks, some steps mixing prefill and decode."""
-    driver = Driver(engine, num_blocks=64)
-    rng = np.random.RandomState(0)
-    sampling = SamplingParams(temperature=0.0)
-    requests = [Request(rng.randint(0, 320, size).tolist(), 6, sampling) for size in (1, 16, 37)]
-    for request in requests:
-        driver.add(request)
-    driver.run()
-    return [request.generated for request in requests]
+@pytest.mark.parametrize("kind", ["window", "latent", "delta net", "mamba-2"])
+def test_kernels_take_every_path_of_the_engine_as_mlx_lm_would(kind):
+    """Groups that share pools, cached prefixes, states kept on the way and copied, preemptions, under the scheduler."""
+    case, changes, _, _ = KINDS[kind]
+    config = config_of(case) | changes
+    kernels = dispatch.assemble(MslHost(), kernel_needs.needs_of(load(kind), 16), {family.name for family in FAMILIES})
+    checked = scenario.check(make_model(case, config=config), config, kernels=kernels)
+    assert not checked.problems
+    assert checked.max_logprob_error <= scenario.LOGPROB_TOLERANCE
+    assert checked.mac.num_copies > 0 or not checked.mac.kv.has_states
 
 
-def test_engine_on_the_harness_gives_the_tokens_of_plain_mlx(monkeypatch):
-    expected = _answers(_engine())
+def test_a_worker_starts_with_what_its_gpu_can_do(monkeypatch, caplog):
+    """Self-test included; only the dispatch sees Metal."""
+    monkeypatch.setattr(self_test_cases, "_CHAIN_STEPS", 4)
     host = MslHost()
     engine_on_host(monkeypatch, host)
-    engine = _engine()
-    host.records.clear()  # of the self-test
-    assert _answers(engine) == expected
-    num_decodes = sum(record.kernel == "cidery_paged_decode_merge_f32" for record in host.records)
-    assert num_decodes >= 2 * 5, "five decode steps at least, two layers"
+    needs = kernel_needs.needs_of(load("soft cap"), 16)
+    with caplog.at_level("INFO"):
+        kernels = dispatch.choose_kernels(needs)
+    assert kernels.name == "metal paged_decode, paged_prefill, writes in place"
+    assert (kernels.failed, kernels.takes_ragged_rows) == ((), True)
+    assert "kernels: metal paged_decode, paged_prefill, writes in place (tested in" in caplog.text
+    assert not mx.metal.is_available()
+
+
+@pytest.mark.parametrize("kind", ["full", "delta net", "8 bits"])
+def test_the_dry_run_is_something_that_kernels_can_carry_out(kind):
+    """No two rows go to one slot, no two sequences have one state: on a GPU that would be a race."""
+    loaded = load(kind)
+    kernels = dispatch.assemble(MslHost(), kernel_needs.needs_of(loaded, 16), {family.name for family in FAMILIES})
+    limits = dry_run.StepLimits(max_num_seqs=3, max_num_batched_tokens=20, max_model_len=40)
+    assert dry_run.activation_bytes(Engine(loaded, kernels, memory_limit_bytes=1 << 30), limits) > 0

@@ -46,9 +46,7 @@ def test_every_token_has_its_own_slot_position_and_id(case):
     assert batch.rows.block_offsets.tolist() == [offset for *_, offset in expected]
     if len(spans) > 1:
         assert np.array(batch.offset).tolist() == [position for _, position, *_ in expected]
-    rows, offsets = (np.array(index) for index in batch.rows.write_index(3))
-    assert rows.tolist() == [[block * 3 + head for head in range(3)] for _, _, block, _ in expected]
-    assert offsets.ravel().tolist() == [offset for *_, offset in expected]
+    assert batch.rows.slots.slots.tolist() == [block * size + offset for _, _, block, offset in expected]
     ends = np.cumsum(lengths)
     assert batch.sampled_rows == [end - 1 for end, span in zip(ends, ordered, strict=True) if span.samples]
 

@@ -1,6 +1,7 @@
 """Plans against the engine: what it reports, refuses and never does to its pools."""
 
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -40,7 +41,7 @@ def engine(model):
 
 def _pools(engine: Engine) -> list[mx.array]:
     """Keys and values of each layer; the engine holds them alone again when the list is gone."""
-    return list(engine._tensors._arrays._arrays.values())
+    return [array for _, array in sorted(engine._tensors._writer._arrays.items())]
 
 
 def _num_committed(engine: Engine) -> int:
@@ -149,6 +150,14 @@ def test_cached_blocks_are_not_reported_again(engine):
     sequence = _sequence(seq_id=2, token_ids=prompt + list(range(8)), block_tables=tables)
     result = engine.execute(_plan(_slice(seq_id=2, start=32, num_tokens=16, blocks=[4]), sequences=[sequence]))
     assert [block.block_index for block in result.filled_blocks] == [2]
+
+
+def test_blocks_of_another_size_than_kernels_were_tested_for_are_refused():
+    loaded = models.adapt(make_model("qwen3"), config_of("qwen3"))
+    engine = Engine(loaded, replace(twin_kernels(), block_size=16), memory_limit_bytes=1)
+    with pytest.raises(ProtocolError, match="block_size is 32; the kernels were tested for 16: start the worker"):
+        engine.configure(configure_of(engine, block_size=32))
+    engine.configure(configure_of(engine, block_size=16))
 
 
 def test_copies_read_all_sources_before_any_target_is_written(engine):

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from worker.kv_shapes import CacheGroup, LayerShape, StateShape
 from worker.kv_tensors import KVTensors
+from worker.metal.pool_writer import ScatterWriter
 from worker.pool_arrays import PoolArrays
 from worker.states import PendingStates
 
@@ -22,25 +23,32 @@ def _numbers(array) -> np.ndarray:
     return np.array(array.astype(mx.float32))
 
 
+def _read(writer, pool, first, last):
+    return writer.read([pool], lambda array, after: array[mx.arange(first, last)])
+
+
 def test_groups_of_one_pool_share_memory_whatever_the_heads():
     """Four heads of 8 and one of 32 have blocks of one size: a block of either group is the other's, reshaped."""
-    arrays = PoolArrays((_NARROW, _WIDE), (CacheGroup(0, (0,)), CacheGroup(0, (1,))), [10], SIZE)
+    writer = ScatterWriter()
+    arrays = PoolArrays((_NARROW, _WIDE), (CacheGroup(0, (0,)), CacheGroup(0, (1,))), [10], SIZE, writer)
     assert arrays.pool_bytes() == 10 * SIZE * _NARROW.token_bytes
-    (narrow, _), (wide, _) = arrays.tensors
-    content = mx.arange(SIZE * 32, dtype=mx.float32).reshape(SIZE, 32)
-    arrays.write(wide, mx.array([3]), content[None])
-    arrays.evaluate()
-    assert np.array_equal(_numbers(arrays.read(wide)[3]), _numbers(content))
-    assert np.array_equal(_numbers(arrays.read(narrow)[12:16]).ravel(), _numbers(content).ravel())
+    (narrow, _), (wide, _) = arrays.pools
+    content = mx.arange(SIZE * 32, dtype=mx.float32).reshape(1, SIZE, 32)
+    writer.put(wide, content[None], [3])
+    writer.commit()
+    assert np.array_equal(_numbers(_read(writer, wide, 3, 4)), _numbers(content))
+    assert np.array_equal(_numbers(_read(writer, narrow, 12, 16)).ravel(), _numbers(content).ravel())
+    writer.commit()
     before = mx.get_active_memory()
     for _ in range(5):
-        arrays.write(wide, mx.array([2]), content[None])
-        arrays.evaluate()
+        writer.put(wide, content[None], [2])
+        writer.commit()
     assert mx.get_active_memory() <= before
 
 
 def test_shrinking_a_pool_gives_its_memory_back():
-    arrays = PoolArrays((_NARROW,), (CacheGroup(0, (0,)),), [4096], SIZE)
+    writer = ScatterWriter()
+    arrays = PoolArrays((_NARROW,), (CacheGroup(0, (0,)),), [4096], SIZE, writer)
     arrays.reserve(0, 4095)
     before = mx.get_active_memory()
     arrays.resize(0, 1024, [])
@@ -48,17 +56,26 @@ def test_shrinking_a_pool_gives_its_memory_back():
     assert before - mx.get_active_memory() == pytest.approx(freed, rel=0.01)
     arrays.resize(0, 4096, [])
     arrays.reserve(0, 2000)
-    assert len(arrays.read(arrays.tensors[0][0])) >= 2001 * 4
+    assert writer.num_blocks(arrays.pools[0][0]) >= 2001
 
 
 def test_a_pool_of_large_states_starts_with_few():
     """Tens of megabytes each: a Mac that runs one sequence commits a handful."""
     shape = StateShape("state", ((4 << 20,),), (mx.float32,))
-    arrays = PoolArrays((shape,), (CacheGroup(0, (0,)),), [40], SIZE)
-    (tensor,) = arrays.tensors[0]
-    assert len(arrays.read(tensor)) == 8
+    writer = ScatterWriter()
+    arrays = PoolArrays((shape,), (CacheGroup(0, (0,)),), [40], SIZE, writer)
+    (pool,) = arrays.pools[0]
+    assert writer.num_blocks(pool) == 8
     arrays.reserve(0, 9)
-    assert len(arrays.read(tensor)) == 16
+    assert writer.num_blocks(pool) == 16
+
+
+def test_a_pool_below_what_kernels_take_is_made_larger():
+    """Two blocks of a state of three numbers; the manager knows nothing of it."""
+    writer = ScatterWriter()
+    arrays = PoolArrays((StateShape("state", ((3,),), (mx.float32,)),), (CacheGroup(0, (0,)),), [2], SIZE, writer)
+    assert writer.num_blocks(arrays.pools[0][0]) == 3
+    assert arrays.pool_bytes() == 2 * 3 * 4
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -109,7 +126,9 @@ class PoolMachine(RuleBasedStateMachine):
     def content_is_there(self):
         if hasattr(self, "tensors"):
             self.tensors.evaluate()
-            keys, values = (_numbers(pool).reshape(-1, 4, SIZE, 8) for pool in self.tensors.pools(0))
+            pools = self.tensors.read(0, lambda *pools, after: tuple(pool + 0 for pool in pools))
+            keys, values = (_numbers(pool).reshape(-1, 4, SIZE, 8) for pool in pools)
+            self.tensors.evaluate()
             for block, value in self.content.items():
                 assert (keys[block] == value).all()
                 assert (values[block] == value).all()
@@ -125,8 +144,9 @@ class StateMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.arrays = PoolArrays((_STATE,), (CacheGroup(0, (0,)),), [9], SIZE)
-        self.states = PendingStates(_STATE, self.arrays, self.arrays.tensors[0])
+        self.writer = ScatterWriter()
+        self.pools = PoolArrays((_STATE,), (CacheGroup(0, (0,)),), [9], SIZE, self.writer).pools[0]
+        self.states = PendingStates(_STATE, self.writer, self.pools)
         self.expected: dict[int, float] = {}
         self.clock = 0
 
@@ -155,8 +175,7 @@ class StateMachine(RuleBasedStateMachine):
             left = [self.clock + index for index in range(len(part))]
             self.states.put(part, [mx.stack([mx.full(shape, v) for v in left]) for shape in _STATE.shapes])
             self.expected |= dict(zip(part, left, strict=True))
-        mx.eval(self.states.arrays())
-        self.arrays.evaluate()
+        self.writer.commit(*self.states.arrays())
 
     @rule(data=st.data())
     def end(self, data):
@@ -170,7 +189,7 @@ class StateMachine(RuleBasedStateMachine):
         if free and self.expected:
             source, target = data.draw(st.sampled_from(sorted(self.expected))), data.draw(st.sampled_from(free))
             self.states.settle()
-            self.arrays.copy_blocks([0], [source], [target])
+            self.writer.move(self.pools, [source], [target])
             self.expected[target] = self.expected[source]
 
 
@@ -179,8 +198,8 @@ TestStateMachine.settings = settings(max_examples=60, stateful_step_count=20, de
 
 
 def test_a_short_window_of_inputs_is_filled_with_zeros_from_the_left():
-    arrays = PoolArrays((_STATE,), (CacheGroup(0, (0,)),), [4], SIZE)
-    states = PendingStates(_STATE, arrays, arrays.tensors[0])
+    writer = ScatterWriter()
+    states = PendingStates(_STATE, writer, PoolArrays((_STATE,), (CacheGroup(0, (0,)),), [4], SIZE, writer).pools[0])
     states.begin([(2,)], frozenset({(2,)}))
     states.put((2,), [mx.ones((1, 1, 5)), mx.ones((1, 2))])
     states.settle()
@@ -192,12 +211,13 @@ def test_a_short_window_of_inputs_is_filled_with_zeros_from_the_left():
 def test_no_step_of_states_copies_a_pool():
     """Reading and replacing a state leaves every pool where it is."""
     shape = StateShape("state", ((64, 64),), (mx.float32,))
-    arrays = PoolArrays((shape,), (CacheGroup(0, (0,)),), [64], SIZE)
-    states = PendingStates(shape, arrays, arrays.tensors[0])
-    (tensor,) = arrays.tensors[0]
+    writer = ScatterWriter()
+    arrays = PoolArrays((shape,), (CacheGroup(0, (0,)),), [64], SIZE, writer)
+    states = PendingStates(shape, writer, arrays.pools[0])
 
     def pointer():
-        return np.asarray(memoryview(arrays.read(tensor))).ctypes.data
+        (array,) = writer._arrays.values()
+        return np.asarray(memoryview(array)).ctypes.data
 
     first = pointer()
     for parts in ([(1, 2, 3)], [(1, 2, 3)], [(1, 2), (3,)], [(3, 1)], [(2,)]):
@@ -208,6 +228,6 @@ def test_no_step_of_states_copies_a_pool():
             (taken,) = states.take(part)
             states.put(part, [taken * 2 + 1])
             del taken
-        arrays.evaluate(*states.arrays())
+        writer.commit(*states.arrays())
         assert mx.get_peak_memory() - before < 64 * 64 * 64 * 4
         assert pointer() == first

@@ -25,13 +25,14 @@ _TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class LatentNeeds:
-    """Layers of multi-head latent attention, absorbed."""
+    """Layers of multi-head latent attention, absorbed. No kernel reads latents in few `bits`; 0: they are plain."""
 
     num_heads: int
     latent_dim: int
     rope_dim: int
     dtype: mx.Dtype
     block_size: int = 16
+    bits: int = 0
 
     def __str__(self) -> str:
         return f"{self.num_heads} heads over latents of {self.latent_dim} + {self.rope_dim} {self.dtype}"
@@ -39,7 +40,7 @@ class LatentNeeds:
 
 def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     """Ragged rows in one launch, with all that the layer asks for; slots that no row sees hold NaN."""
-    if not PagedDecode.supports(need.head_dim):
+    if not PagedDecode.supports(need.head_dim, need.value_dim):
         return None
     ranges = seen_ranges(_CONTEXT_LENS, window=need.window, chunk=need.chunk)
     table, is_seen = _tables(ranges, need.block_size)
@@ -49,7 +50,7 @@ def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
 
 def check_verify_window(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     """Rows that share loads give the bits of rows on their own."""
-    if not PagedDecode.supports(need.head_dim) or need.head_dim > _MAX_SHARED_HEAD_DIM:
+    if not PagedDecode.supports(need.head_dim, need.value_dim) or need.head_dim > _MAX_SHARED_HEAD_DIM:
         return None
     lens = [length + row for length in _CONTEXT_LENS for row in range(_VERIFY_ROWS)]
     ranges = seen_ranges(lens, window=need.window, chunk=need.chunk)
@@ -98,8 +99,11 @@ def _tables(ranges: NDArray[np.int32], block_size: int) -> tuple[NDArray[np.int3
 
 def _attend(kernel: object, need: AttentionNeeds, plan: DecodePlan, is_seen: mx.array) -> mx.array:
     """Through `PagedDecode` or its twin, on the same arrays."""
-    shape = (_NUM_BLOCKS, need.num_kv_heads, need.block_size, need.head_dim)
-    keys, values = (_pool(_normal(seed, *shape, dtype=need.dtype), need, is_seen) for seed in (1, 2))
+    shape = (_NUM_BLOCKS, need.num_kv_heads, need.block_size)
+    keys, values = (
+        _pool(_normal(seed, *shape, dim, dtype=need.dtype), need, is_seen)
+        for seed, dim in ((1, need.head_dim), (2, need.value_dim))
+    )
     queries = _normal(4, plan.num_rows, need.num_heads, 1, need.head_dim, dtype=need.dtype)
     sinks = _normal(6, need.num_heads) if need.has_sinks else None
     attend = kernel.attend  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from worker.batch import DecodeGroup
-from worker.metal.decode_plan import DecodePlan, plan_decode, seen_ranges
+from worker.metal.decode_plan import DecodePlan, plan_decode
 from worker.metal.kv_pools import KVPool, arrays_of
 
 
@@ -15,15 +15,12 @@ def paged_decode(
     num_kv_heads: int,
     scale: float,
     *,
-    window: int = 0,
-    chunk: int = 0,
     softcap: float = 0.0,
     sinks: mx.array | None = None,
     after: mx.array | None = None,
 ) -> mx.array:
     """What `PagedDecode` does when called; MLX orders its own operations, so `after` is only taken."""
-    ranges = seen_ranges(group.context_lens, window=window, chunk=chunk)
-    plan = plan_decode(group.block_tables, ranges, num_kv_heads)
+    plan = plan_decode(group.block_tables, group.seen_ranges, num_kv_heads)
     return attend(queries, key_pool, value_pool, plan, num_kv_heads, scale, softcap=softcap, sinks=sinks, after=after)
 
 

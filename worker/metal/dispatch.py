@@ -1,90 +1,173 @@
-"""The one place that decides between a Metal kernel and its MLX twin."""
+"""The one place that decides between a Metal kernel and plain MLX, kernel by kernel, for the model that is loaded."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from worker.batch import DecodeGroup, PrefillSpan
-from worker.kv_shapes import LayerShape
-from worker.metal import self_test, twins
+from worker.metal import prefill, self_test, state_kernels
+from worker.metal.decode_checks import LatentNeeds
 from worker.metal.factory import MetalKernel
 from worker.metal.paged_decode import PagedDecode
+from worker.metal.paged_prefill import PagedPrefill
 from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter
-from worker.metal.self_test import AttentionNeeds
-from worker.metal.self_test_cases import IN_PLACE, PAGED_DECODE, WRITE_KV
+from worker.metal.prefill import Prefill
+from worker.metal.rope import Rope, RopeOptions
+from worker.metal.self_test import AttentionNeeds, Family, Needs, RopeNeeds
+from worker.metal.self_test_cases import FAMILIES
+from worker.metal.state_kernels import StateKernels, twin_state_kernels
+from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
 
 logger = logging.getLogger(__name__)
 
-_SHARED_HEADS = (1, 4, 8)
-
-Decode = Callable[[mx.array, mx.array, mx.array, DecodeGroup, int, float], mx.array]
-Prefill = Callable[[mx.array, mx.array, mx.array, PrefillSpan, int, float], mx.array]
-Causal = Callable[[mx.array, mx.array, mx.array, float], mx.array]
+# Queries and keys `[rows, heads, head_dim]` and positions `[rows]`; both turned.
+Turn = Callable[[mx.array, mx.array, mx.array, RopeOptions], tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What attention runs on; `name` is for people, `failed` are the kernels that the self-test turned off.
+    """What layers run on: None, or not so, is plain MLX. `name` is for people.
 
-    `takes_ragged_rows`: one launch of `paged_decode` serves rows of any context lengths without padding or masks.
+    `takes_ragged_rows`: all attention layers decode rows of any context lengths in one launch, without padding or
+    masks. `reads_seen_slots_alone`: no attention touches a slot that its row does not see, whatever that may hold.
+    `updates_states_in_place`: all recurrent layers run on `states`. `failed` are kernels that the self-test turned off.
     """
 
     name: str
-    paged_decode: Decode
-    paged_prefill: Prefill
-    causal: Causal
-    takes_ragged_rows: bool
+    decode: PagedDecode | None = None
+    latent_decode: PagedDecode | None = None
+    prefill: Prefill | None = None
+    rope: Turn | None = None
+    states: StateKernels = field(default_factory=twin_state_kernels)
+    takes_ragged_rows: bool = False
+    reads_seen_slots_alone: bool = False
+    updates_states_in_place: bool = False
+    make_writer: Callable[[], PoolWriter] = ScatterWriter
+    # Tokens of the blocks that they were tested for; 0: any.
+    block_size: int = 0
     failed: tuple[str, ...] = ()
 
 
 def twin_kernels(failed: Iterable[str] = ()) -> Kernels:
     """Everything in plain MLX."""
+    return Kernels("mlx", failed=tuple(failed))
+
+
+def has_metal() -> bool:
+    """Whether there is a GPU that kernels could run on."""
+    return mx.metal.is_available()
+
+
+def choose_kernels(needs: Needs, metal_kernel: MetalKernel | None = None) -> Kernels:
+    """What runs a model with such needs on this machine; one line of the log says what, and why.
+
+    `metal_kernel` is MLX's where Metal is there. A kernel runs only if it agrees with its twin on this very GPU, for
+    all that the model asks of it; each one that does not gives way to plain MLX by itself.
+    """
+    memory = None
+    if metal_kernel is None and not has_metal():
+        logger.info("kernels: plain MLX, because this machine has no Metal")
+        return twin_kernels()
+    if not needs:
+        logger.info("kernels: plain MLX, because no layer of the model could run on any")
+        return twin_kernels()
+    if metal_kernel is None:
+        metal_kernel = mx.fast.metal_kernel
+        try:
+            memory = self_test.ResultMemory(needs)
+        except OSError as error:
+            logger.warning("results of the self-test can't be kept, each start will test again: %s", error)
+    families, reasons = _families(needs)
+    report = self_test.run(families, needs, metal_kernel, memory)
+    kernels = assemble(metal_kernel, needs, report.passed, report.failures)
+    off = [f"{name}: {reason}" for name, reason in reasons.items()]
+    off += [f"{name}: it failed the self-test" for name in report.failures]
+    logger.info(
+        "kernels: %s (tested in %.1f s)%s", kernels.name, report.seconds, f"; off: {'; '.join(off)}" if off else ""
+    )
+    return kernels
+
+
+def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], failed: Iterable[str] = ()) -> Kernels:
+    """The kernels for a model's needs, of the families that work."""
+    attention = [need for need in needs if isinstance(need, AttentionNeeds)]
+    has_latents = any(isinstance(need, LatentNeeds) for need in needs)
+    decodes = bool(attention) and "paged_decode" in works
+    decodes_latents = has_latents and "latent_decode" in works
+    prefills = bool(attention) and "paged_prefill" in works
+    shapes = {name: shape for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in needs)}
+    updates_states = bool(shapes) and set(works) >= shapes.keys()
+    writes = {"write_quantized" if need.bits else "write_kv" for need in attention}
+    reads_seen = decodes and prefills and not has_latents
+    # Each reader must take the token of the writes: plain MLX attention doesn't.
+    in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen
+    states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
+    ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
+    used = {
+        "paged_decode": decodes,
+        "latent_decode": decodes_latents,
+        "paged_prefill": prefills,
+        "rope": ropes,
+        **dict.fromkeys(shapes, updates_states),
+        "writes in place": in_place,
+    }
+    names = [name for name, is_used in used.items() if is_used]
     return Kernels(
-        "mlx", twins.paged_decode, twins.paged_prefill, twins.causal, takes_ragged_rows=False, failed=tuple(failed)
+        f"metal {', '.join(names)}" if names else "mlx",
+        decode=PagedDecode(metal_kernel) if decodes else None,
+        latent_decode=PagedDecode(metal_kernel) if decodes_latents else None,
+        prefill=Prefill(PagedPrefill(metal_kernel)) if prefills else None,
+        rope=Rope(metal_kernel) if ropes else None,
+        states=states,
+        takes_ragged_rows=(decodes or decodes_latents)
+        and decodes == bool(attention)
+        and decodes_latents == has_latents,
+        reads_seen_slots_alone=reads_seen,
+        updates_states_in_place=updates_states,
+        make_writer=(lambda: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
+        block_size=next((need.block_size for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))), 0),
+        failed=tuple(failed),
     )
 
 
-def choose_kernels(layers: Sequence[LayerShape], metal_kernel: MetalKernel | None = None) -> Kernels:
-    """What runs a model with such layers on this machine; one line of the log says what, and why.
+def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
+    """What to test for such needs, and why other kernels that concern them are out of the question."""
+    wanted: list[str] = []
+    reasons: dict[str, str] = {}
+    attention = [need for need in needs if isinstance(need, AttentionNeeds)]
+    if attention:
+        decode_beyond = _beyond(attention, lambda need: PagedDecode.supports(need.head_dim, need.value_dim))
+        prefill_beyond = _beyond(
+            attention,
+            lambda need: need.head_dim == need.value_dim and prefill.supports(need.head_dim, need.dtype),
+        )
+        for name, beyond in (("paged_decode", decode_beyond), ("paged_prefill", prefill_beyond)):
+            if beyond is None:
+                wanted.append(name)
+            else:
+                reasons[name] = f"{beyond} is beyond what it supports"
+        if not reasons:
+            wanted += ["write_kv", "put_blocks", "in_place"]
+            wanted += ["write_quantized"] if any(need.bits for need in attention) else []
+    latents = [need for need in needs if isinstance(need, LatentNeeds)]
+    if any(need.bits for need in latents):
+        reasons["latent_decode"] = "latents are quantised"
+    elif latents:
+        beyond_latent = [n for n in latents if not PagedDecode.supports(n.latent_dim + n.rope_dim, n.latent_dim)]
+        if beyond_latent:
+            reasons["latent_decode"] = f"{beyond_latent[0]} is beyond what it supports"
+        else:
+            wanted.append("latent_decode")
+    if any(isinstance(need, RopeNeeds) for need in needs):
+        wanted.append("rope")
+    states = [need for need in needs if isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape))]
+    if states and not state_kernels.is_switched_on():
+        reasons["recurrent layers"] = f"{state_kernels.SWITCH}=0"
+    else:
+        wanted += [name for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in states)]
+    return [family for family in FAMILIES if family.name in wanted], reasons
 
-    `metal_kernel` is MLX's where Metal is there. The kernels run only if they agree with their twins on this very GPU.
-    """
-    memory = None
-    if metal_kernel is None:
-        if not mx.metal.is_available():
-            logger.info("kernels: plain MLX, because this machine has no Metal")
-            return twin_kernels()
-        metal_kernel = mx.fast.metal_kernel
-        try:
-            memory = self_test.ResultMemory(_needs(layers))
-        except OSError as error:
-            logger.warning("results of the self-test can't be kept, each start will test again: %s", error)
-    unsupported = sorted({layer.head_dim for layer in layers if not PagedDecode.supports(layer.head_dim)})
-    if unsupported:
-        logger.info("kernels: plain MLX, because of head_dim %s: a multiple of 4 up to 512 is needed", unsupported)
-        return twin_kernels()
-    report = self_test.run((WRITE_KV, PAGED_DECODE), _needs(layers), metal_kernel, memory)
-    if report.failures:
-        logger.info("kernels: plain MLX, because of %s", ", ".join(report.failures))
-        return twin_kernels(report.failures)
-    logger.info("kernels: Metal, which agreed with plain MLX on this GPU (tested in %.1f s)", report.seconds)
-    decode = PagedDecode(metal_kernel)
-    return Kernels("metal paged_decode", decode, twins.paged_prefill, twins.causal, takes_ragged_rows=True)
 
-
-def choose_writer(metal_kernel: MetalKernel | None, report: self_test.Report | None) -> PoolWriter:
-    """In place where the self-test of this very GPU passed for it, else MLX's scatter."""
-    if metal_kernel is not None and report is not None and report.works(IN_PLACE.name):
-        return InPlaceWriter(metal_kernel)
-    return ScatterWriter()
-
-
-def _needs(layers: Sequence[LayerShape]) -> list[AttentionNeeds]:
-    """What to test for such layers: some numbers of heads that share a KV head, since the layers don't tell theirs."""
-    return [
-        AttentionNeeds(layer.num_kv_heads * shared, layer.num_kv_heads, layer.head_dim, layer.dtype)
-        for layer in dict.fromkeys(layers)
-        for shared in _SHARED_HEADS
-    ]
+def _beyond(needs: Sequence[AttentionNeeds], supports: Callable[[AttentionNeeds], bool]) -> AttentionNeeds | None:
+    return next((need for need in needs if not supports(need)), None)

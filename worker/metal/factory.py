@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-_TAGS = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16", mx.uint32: "u32"}
+_TAGS = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16", mx.uint32: "u32", mx.int32: "i32"}
 
 
 class MetalKernel(Protocol):
@@ -26,4 +26,4 @@ class MetalKernel(Protocol):
 
 def dtype_tag(dtype: mx.Dtype) -> str:
     """Part of a kernel's name: MLX caches compiled kernels by name."""
-    return _TAGS[dtype]
+    return _TAGS.get(dtype) or str(dtype).rsplit(".", 1)[-1]

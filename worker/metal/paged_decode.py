@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.batch import DecodeGroup
-from worker.metal.decode_plan import Cut, DecodePlan, plan_decode, seen_ranges
+from worker.metal.decode_plan import Cut, DecodePlan, plan_decode
 from worker.metal.decode_source import HEADER, merge_source, partials_source, pool_names
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.kv_pools import KVPool, arrays_of, slot_bytes_of
@@ -88,7 +88,6 @@ class PagedDecode:
         self._metal_kernel = metal_kernel
         self._kernels: dict[str, Any] = {}
         self._constants: dict[tuple[mx.Dtype, tuple[float, ...]], mx.array] = {}
-        self._planned: tuple[DecodeGroup, dict[tuple[int, ...], DecodePlan]] | None = None
 
     @staticmethod
     def supports(head_dim: int, value_dim: int | None = None) -> bool:
@@ -106,27 +105,43 @@ class PagedDecode:
         num_kv_heads: int,
         scale: float,
         *,
-        window: int = 0,
-        chunk: int = 0,
         softcap: float = 0.0,
         sinks: mx.array | None = None,
         after: mx.array | None = None,
     ) -> mx.array:
-        """`attend` for a step's decode rows; what is planned for `group` is kept until the next group comes.
+        """`attend` for a step's decode rows over what each of them sees.
 
-        Shapes: queries and result `[rows, num_heads, 1, head_dim]`. `window` and `chunk` as of `seen_ranges`.
+        Shapes: queries and result `[rows, num_heads, 1, head_dim]`.
         """
-        if self._planned is None or self._planned[0] is not group:
-            self._planned = group, {}
-        plans, key = self._planned[1], (num_kv_heads, queries.shape[1], slot_bytes_of(value_pool), window, chunk)
-        if key not in plans:
-            ranges = seen_ranges(group.context_lens, window=window, chunk=chunk)
-            token_bytes = slot_bytes_of(key_pool) + slot_bytes_of(value_pool)
-            cut = cut_for(queries.shape[1] // num_kv_heads, value_pool.shape[-1], token_bytes)
-            plans[key] = plan_decode(group.block_tables, ranges, num_kv_heads, cut=cut)
+        token_bytes = slot_bytes_of(key_pool) + slot_bytes_of(value_pool)
+        plan = self._plan(group, num_kv_heads, queries.shape[1], value_pool.shape[-1], token_bytes)
         return self.attend(
-            queries, key_pool, value_pool, plans[key], num_kv_heads, scale, softcap=softcap, sinks=sinks, after=after
+            queries, key_pool, value_pool, plan, num_kv_heads, scale, softcap=softcap, sinks=sinks, after=after
         )
+
+    def decode_latent(
+        self,
+        queries: mx.array,
+        latent_pool: mx.array,
+        value_dim: int,
+        group: DecodeGroup,
+        scale: float,
+        *,
+        after: mx.array | None = None,
+    ) -> mx.array:
+        """`attend_latent` for a step's decode rows."""
+        plan = self._plan(group, 1, queries.shape[1], value_dim, slot_bytes_of(latent_pool))
+        return self.attend_latent(queries, latent_pool, value_dim, plan, scale, after=after)
+
+    def _plan(
+        self, group: DecodeGroup, num_kv_heads: int, num_heads: int, value_dim: int, token_bytes: int
+    ) -> DecodePlan:
+        """Kept with the group: layers that are alike share it."""
+        key = num_kv_heads, num_heads, value_dim, token_bytes
+        if key not in group.plans:
+            cut = cut_for(num_heads // num_kv_heads, value_dim, token_bytes)
+            group.plans[key] = plan_decode(group.block_tables, group.seen_ranges, num_kv_heads, cut=cut)
+        return group.plans[key]
 
     def attend(
         self,

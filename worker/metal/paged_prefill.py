@@ -63,8 +63,13 @@ METAL_FUNC void cidery_stage_quantized(
       const int64_t place = (int64_t(table[at / BS]) * num_kv_heads + kv_head) * BS + at % BS;
       scale = float(scales[place * (D / GROUP) + column / GROUP]);
       bias = float(biases[place * (D / GROUP) + column / GROUP]);
-      // With 8 bits a word is these four elements, with 4 bits its upper or lower half is.
-      word = packed[place * (D * BITS / 32) + column * BITS / 32] >> (column * BITS % 32);
+      // With 8 bits a word is these four elements, with 4 bits half a word is.
+      const int64_t four = (place * D + column) / 4;
+      if (BITS == 8) {
+        word = packed[four];
+      } else {
+        word = ((const device ushort*)packed)[four];
+      }
     }
     for (int e = 0; e < 4; e++) {
       target[e] = T(scale * float((word >> (e * BITS)) & ((1u << BITS) - 1u)) + bias);

@@ -1,7 +1,7 @@
 """Pools, and the one way to write and read them: in an order in which no pool is ever copied and no read is too early.
 
 A step is: moves and fills, then for each pool its writes, then its reads, then `commit`. Writing a pool that the step
-has read is an error in both routes:
+has read is an error in both routes (but for another part of it, which has no block in common with what was read):
 
 - `ScatterWriter`: MLX's own scatter, which is in place only while nothing else refers to the array. Right everywhere;
   `commit` evaluates everything, because a reader that has not completed would make the next scatter copy the pool.
@@ -9,12 +9,14 @@ has read is an error in both routes:
   wait. MLX does not see these writes: tokens order them. It is for GPUs on which the self-test proved it.
 """
 
+import operator
 import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from math import prod
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -23,31 +25,53 @@ from numpy.typing import NDArray
 
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.quantized import QuantizedPool, WriteQuantized
-from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks, nothing_if
+from worker.metal.write_kv import VEC, PutBlocks, WriteKV, move_blocks, nothing_if
 
 Result = TypeVar("Result", mx.array, tuple[mx.array, ...])
 
 # Below this an input lies in Metal's constant address space, which can't be written.
-_MIN_ELEMENTS = 8
+MIN_ELEMENTS = 8
 
 
 class PoolOrderError(RuntimeError):
     """A pool was used in an order that would copy it, or would let a reader see what it must not."""
 
 
+# A pool and its part.
+_Key = tuple[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Names a pool: `[num_blocks, *block_shape]`. What it holds is only had by `PoolWriter.read`."""
+    """Names a pool: `[num_blocks, *block_shape]`. What it holds is only had by `PoolWriter.read`.
+
+    `is_by_head`: readers get the first two axes as one, which is what a gather by head takes. `part`: whoever has
+    blocks of its own in a shared pool.
+    """
 
     name: str
     block_shape: tuple[int, ...]
     dtype: mx.Dtype
+    is_by_head: bool = False
+    part: int = 0
+    # Of the array that readers get, without its first axis; and whose order of use it is. Made once: both are hot.
+    row_shape: tuple[int, ...] = field(init=False)
+    key: _Key = field(init=False)
 
-    def seen_as(self, block_shape: tuple[int, ...]) -> "Pool":
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_shape", self.block_shape[1:] if self.is_by_head else self.block_shape)
+        object.__setattr__(self, "key", (self.name, self.part))
+
+    @property
+    def num_rows(self) -> int:
+        """Of a block, in the array that readers get."""
+        return self.block_shape[0] if self.is_by_head else 1
+
+    def seen_as(self, block_shape: tuple[int, ...], *, part: int = 0) -> "Pool":
         """The same pool with blocks of another shape, and as many elements: caches of several layers share pools."""
-        if np.prod(block_shape) != np.prod(self.block_shape):
+        if prod(block_shape) != prod(self.block_shape):
             raise ValueError(f"pool {self.name}: blocks {block_shape} have another size than {self.block_shape}")
-        return replace(self, block_shape=block_shape)
+        return replace(self, block_shape=tuple(block_shape), part=part)
 
 
 class Slots:
@@ -61,6 +85,8 @@ class Slots:
         used = self.slots[self.slots >= 0]
         if len(np.unique(used)) != len(used):
             raise ValueError("two rows go to the same slot")
+        # The slot, where a single row goes somewhere.
+        self.only = int(self.slots[0]) if len(self.slots) == len(used) == 1 else None
         self._index: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
     @cached_property
@@ -90,22 +116,27 @@ class PoolWriter(ABC):
 
     def __init__(self) -> None:
         self._arrays: dict[str, mx.array] = {}
+        self._num_blocks: dict[str, int] = {}
+        # How whoever made a pool sees it, which is how it is kept.
         self._kept_as: dict[str, tuple[int, ...]] = {}
-        self._read: set[str] = set()
+        self._read: set[_Key] = set()
 
-    def create(self, name: str, num_blocks: int, block_shape: tuple[int, ...], dtype: mx.Dtype) -> Pool:
+    def create(
+        self, name: str, num_blocks: int, block_shape: tuple[int, ...], dtype: mx.Dtype, *, is_by_head: bool = False
+    ) -> Pool:
         """A new pool, all zero. Raises ValueError for a name that is taken or a pool too small for a kernel."""
         if name in self._arrays:
             raise ValueError(f"pool {name} exists")
-        if num_blocks * np.prod(block_shape) < _MIN_ELEMENTS:
-            raise ValueError(f"pool {name}: {num_blocks} blocks {block_shape} are below {_MIN_ELEMENTS} elements")
-        self._kept_as[name] = tuple(block_shape)
-        self._place(name, mx.zeros((num_blocks, *block_shape), dtype))
-        return Pool(name, tuple(block_shape), dtype)
+        if num_blocks * prod(block_shape) < MIN_ELEMENTS:
+            raise ValueError(f"pool {name}: {num_blocks} blocks {block_shape} are below {MIN_ELEMENTS} elements")
+        pool = Pool(name, tuple(block_shape), dtype, is_by_head)
+        self._kept_as[name] = pool.row_shape
+        self._place(name, mx.zeros((num_blocks * pool.num_rows, *pool.row_shape), dtype), num_blocks)
+        return pool
 
     def num_blocks(self, pool: Pool) -> int:
         """Its size."""
-        return self._arrays[pool.name].shape[0]
+        return self._num_blocks[pool.name]
 
     def resize(self, pool: Pool, num_blocks: int) -> None:
         """Give a pool another size, new blocks zero: between steps only, since it copies the pool. Evaluates."""
@@ -113,29 +144,40 @@ class PoolWriter(ABC):
         # Plain MLX is not ordered behind writes in place.
         mx.synchronize()
         array = self._arrays.pop(pool.name)
-        if num_blocks > array.shape[0]:
-            array = mx.concatenate([array, mx.zeros((num_blocks - array.shape[0], *array.shape[1:]), array.dtype)])
+        old = self._num_blocks[pool.name]
+        rows = array.shape[0] // old
+        if num_blocks > old:
+            fresh = mx.zeros(((num_blocks - old) * rows, *array.shape[1:]), array.dtype)
+            array = mx.concatenate([array, fresh])
         else:
             # A slice would keep the whole buffer alive.
-            array = array[mx.arange(num_blocks)]
-        self._place(pool.name, array)
+            array = array[mx.arange(num_blocks * rows)]
+        self._place(pool.name, array, num_blocks)
 
     def write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
-        """Store `rows[i] [num_rows, num_heads, dim]` in `pools[i]`, whose blocks are `[num_heads, block_size, dim]`."""
+        """Store `rows[i] [num_rows, num_heads, dim]` in `pools[i]`, whose blocks are `[num_heads, block_size, dim]`.
+
+        A single row may have more axes of one before its last.
+        """
+        num_rows = len(slots.slots)
         for pool, new in zip(pools, rows, strict=True):
             self._check_unread(pool)
             heads, _, dim = pool.block_shape
-            if new.shape != (len(slots.slots), heads, dim) or new.dtype != pool.dtype:
-                raise ValueError(
-                    f"pool {pool.name}: rows {new.dtype} {new.shape} for {len(slots.slots)} slots of {pool.dtype} "
-                    f"{(heads, dim)}"
-                )
+            is_alike = new.shape == (num_rows, heads, dim) or (
+                num_rows == 1 and new.size == heads * dim and new.shape[-1] == dim
+            )
+            if not is_alike or new.dtype != pool.dtype:
+                wanted = f"{num_rows} slots of {pool.dtype} {(heads, dim)}"
+                raise ValueError(f"pool {pool.name}: rows {new.dtype} {new.shape} for {wanted}")
         self._write(pools, rows, slots)
 
     def quantize(
         self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, *, bits: int, group_size: int
     ) -> None:
-        """Store `rows [num_rows, num_heads, dim]` in the pools of packed words, scales and biases: `QuantizedPool`."""
+        """Store `rows [num_rows, num_heads, dim]` in the pools of packed words, scales and biases: `QuantizedPool`.
+
+        Rows as of `write`.
+        """
         for pool in pools:
             self._check_unread(pool)
         self._quantize(pools, rows, slots, bits, group_size)
@@ -177,8 +219,19 @@ class PoolWriter(ABC):
         for i, pool in enumerate(pools):
             if sys.getrefcount(arrays[i]) > references[i]:
                 raise PoolOrderError(f"a reader of pool {pool.name} kept it, or returned it")
-        self._read.update(pool.name for pool in pools)
+        self._read.update(pool.key for pool in pools)
         self._has_read(result if isinstance(result, tuple) else (result,))
+        return result
+
+    def update(self, pools: Sequence[Pool], kernel: Callable[..., tuple[Result, mx.array]]) -> Result:
+        """`kernel(*arrays, after=token)` reads and writes the pools in place: recurrent states.
+
+        It gives its result and its token, and may load only what it itself stores.
+        """
+        for pool in pools:
+            self._check_unread(pool)
+        result, token = kernel(*map(self._seen, pools), after=self._order(pools))
+        self._has_updated(pools, token)
         return result
 
     def commit(self, *outputs: mx.array) -> None:
@@ -187,16 +240,20 @@ class PoolWriter(ABC):
         self._read.clear()
 
     def _check_unread(self, pool: Pool) -> None:
-        if pool.name in self._read:
+        if pool.key in self._read:
             raise PoolOrderError(f"pool {pool.name} is written after this step read it: commit first")
 
-    def _place(self, name: str, array: mx.array) -> None:
+    def _place(self, name: str, array: mx.array, num_blocks: int) -> None:
         mx.eval(array)
-        self._arrays[name] = array
+        self._arrays[name], self._num_blocks[name] = array, num_blocks
 
     def _seen(self, pool: Pool) -> mx.array:
         array = self._arrays[pool.name]
-        return array if array.shape[1:] == pool.block_shape else array.reshape(-1, *pool.block_shape)
+        return array if self._kept_as[pool.name] == pool.row_shape else array.reshape(-1, *pool.row_shape)
+
+    def _by_block(self, pool: Pool) -> mx.array:
+        array = self._arrays[pool.name]
+        return array if self._kept_as[pool.name] == pool.block_shape else array.reshape(-1, *pool.block_shape)
 
     @abstractmethod
     def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None: ...
@@ -216,7 +273,14 @@ class PoolWriter(ABC):
     def _order(self, pools: Sequence[Pool]) -> mx.array | None: ...
 
     @abstractmethod
+    def _has_updated(self, pools: Sequence[Pool], token: mx.array) -> None: ...
+
+    @abstractmethod
     def _has_read(self, results: Sequence[mx.array]) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until everything that was committed is done."""
 
     @abstractmethod
     def _commit(self, outputs: Sequence[mx.array]) -> None: ...
@@ -228,6 +292,8 @@ class ScatterWriter(PoolWriter):
     def __init__(self) -> None:
         super().__init__()
         self._results: list[weakref.ref[mx.array]] = []
+        # Of kernels that wrote in place since the last commit.
+        self._tokens: dict[_Key, mx.array] = {}
 
     def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
         for pool, new in zip(pools, rows, strict=True):
@@ -241,31 +307,52 @@ class ScatterWriter(PoolWriter):
             self._store_slots(pool, part, slots)
 
     def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
-        contents = [self._arrays[pool.name][sources] for pool in pools]
+        contents = [self._by_block(pool)[sources] for pool in pools]
         # A pending reader of the old pool would make the scatter copy all of it.
         mx.eval(contents)
         for pool, content in zip(pools, contents, strict=True):
-            self._arrays[pool.name][targets] = content
+            self._store(pool, pool.block_shape, targets, content)
 
     def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
         self._store(pool, pool.block_shape, block_ids, contents)
 
     def _store_slots(self, pool: Pool, rows: mx.array, slots: Slots) -> None:
         # Two indices: a scatter with a third one for the heads takes MLX twice as long on a CPU.
-        heads, *slot_shape = pool.block_shape
-        self._store(pool, tuple(slot_shape), slots.index(heads, slot_shape[0]), rows)
+        heads, slot_shape = pool.block_shape[0], pool.block_shape[1:]
+        index: tuple[Any, Any]
+        if slots.only is None:
+            index = slots.index(heads, slot_shape[0])
+        else:
+            block, offset = divmod(slots.only, slot_shape[0])
+            index = slice(block * heads, (block + 1) * heads), slice(offset, offset + 1)
+            if rows.ndim == 3:
+                rows = rows.swapaxes(0, 1)
+        self._store(pool, slot_shape, index, rows)
 
     def _store(
-        self, pool: Pool, row_shape: tuple[int, ...], index: mx.array | tuple[mx.array, ...], values: mx.array
+        self, pool: Pool, row_shape: tuple[int, ...], index: mx.array | tuple[Any, Any], values: mx.array
     ) -> None:
         """`array.reshape(-1, *row_shape)[index] = values`, in place."""
+        if self._tokens and any(name == pool.name for name, _ in self._tokens):
+            raise PoolOrderError(f"pool {pool.name} is written after a kernel of this step updated it: commit first")
+        kept_as = self._kept_as[pool.name]
+        if kept_as == row_shape:
+            self._arrays[pool.name][index] = values
+            return
         # No name may refer to the array beside its view, or the scatter copies it.
         view = self._arrays.pop(pool.name).reshape(-1, *row_shape)
         view[index] = values
-        self._arrays[pool.name] = view.reshape(-1, *self._kept_as[pool.name])
+        self._arrays[pool.name] = view.reshape(-1, *kept_as)
 
-    def _order(self, pools: Sequence[Pool]) -> None:
-        return None
+    def _order(self, pools: Sequence[Pool]) -> mx.array | None:
+        """MLX keeps its own order; only what kernels wrote in place needs tokens."""
+        if not self._tokens:
+            return None
+        tokens = [self._tokens[pool.key] for pool in pools if pool.key in self._tokens]
+        return reduce(operator.add, tokens) if tokens else None
+
+    def _has_updated(self, pools: Sequence[Pool], token: mx.array) -> None:
+        self._tokens |= dict.fromkeys((pool.key for pool in pools), token)
 
     def _has_read(self, results: Sequence[mx.array]) -> None:
         # Not held: a step's attention outputs would all stay in memory until its end.
@@ -273,8 +360,12 @@ class ScatterWriter(PoolWriter):
 
     def _commit(self, outputs: Sequence[mx.array]) -> None:
         unread = [result for reference in self._results if (result := reference()) is not None]
-        mx.eval(*outputs, *unread, *self._arrays.values())
+        mx.eval(*outputs, *unread, *self._tokens.values(), *self._arrays.values())
         self._results.clear()
+        self._tokens.clear()
+
+    def finish(self) -> None:
+        """Nothing: each commit waits."""
 
 
 class InPlaceWriter(PoolWriter):
@@ -290,31 +381,25 @@ class InPlaceWriter(PoolWriter):
         self._put_blocks = PutBlocks(metal_kernel)
         self._write_quantized = WriteQuantized(metal_kernel)
         self._join = _Join(metal_kernel)
-        self._written: dict[str, mx.array] = {}
+        self._written: dict[_Key, mx.array] = {}
         # Of all steps so far, and of this one.
         self._past: mx.array | None = None
         self._reads: mx.array | None = None
 
-    def update(self, pools: Sequence[Pool], kernel: Callable[..., tuple[Result, mx.array]]) -> Result:
-        """`kernel(*arrays, after=token)` reads and writes the pools in place: recurrent states.
+    def finish(self) -> None:
+        """Wait until everything that was committed is done."""
+        if self._past is not None:
+            mx.eval(self._past)
 
-        It gives its result and its token, and may load only what it itself stores.
-        """
-        for pool in pools:
-            self._check_unread(pool)
-        result, token = kernel(*map(self._seen, pools), after=self._order(pools))
-        self._written |= dict.fromkeys((pool.name for pool in pools), token)
-        return result
+    def _has_updated(self, pools: Sequence[Pool], token: mx.array) -> None:
+        self._written |= dict.fromkeys((pool.key for pool in pools), token)
 
     def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
-        if (
-            len(pools) == 2
-            and pools[0].block_shape[:2] == pools[1].block_shape[:2]
-            and pools[0].dtype == pools[1].dtype
-        ):
+        rows = [new if new.ndim == 3 else new.reshape(1, -1, new.shape[-1]) for new in rows]
+        if len(pools) == 2 and _go_together(*pools):
             keys, values = map(self._seen, pools)
             token = self._write_kv(rows[0], rows[1], slots.array, keys, values, self._order(pools))
-            self._written |= dict.fromkeys((pool.name for pool in pools), token)
+            self._has_updated(pools, token)
             return
         for pool, new in zip(pools, rows, strict=True):
             heads, block_size, dim = pool.block_shape
@@ -322,26 +407,29 @@ class InPlaceWriter(PoolWriter):
             places = (at * heads + np.arange(heads)) * block_size + inside
             ids = mx.array(np.where(slots.slots[:, None] < 0, -1, places).astype(np.int32).reshape(-1))
             by_slot = self._seen(pool).reshape(-1, dim)
-            self._written[pool.name] = self._put_blocks(new.reshape(-1, dim), ids, by_slot, self._order([pool]))
+            token = self._put_blocks(new.reshape(-1, dim), ids, by_slot, self._order([pool]))
+            self._has_updated([pool], token)
 
     def _quantize(
         self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, bits: int, group_size: int
     ) -> None:
-        packed, scales, biases = map(self._seen, pools)
+        if rows.ndim != 3:
+            rows = rows.reshape(1, -1, rows.shape[-1])
+        packed, scales, biases = map(self._by_block, pools)
         pool = QuantizedPool(packed, scales, biases, bits, group_size)
-        token = self._write_quantized(rows, slots.array, pool, self._order(pools))
-        self._written |= dict.fromkeys((pool.name for pool in pools), token)
+        self._has_updated(pools, self._write_quantized(rows, slots.array, pool, self._order(pools)))
 
     def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
         for pool in pools:
-            array = self._arrays[pool.name]
-            self._written[pool.name] = move_blocks(self._put_blocks, array, sources, targets, self._order([pool]))
+            token = move_blocks(self._put_blocks, self._by_block(pool), sources, targets, self._order([pool]))
+            self._has_updated([pool], token)
 
     def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
-        self._written[pool.name] = self._put_blocks(contents, block_ids, self._seen(pool), self._order([pool]))
+        token = self._put_blocks(contents, block_ids, self._by_block(pool), self._order([pool]))
+        self._has_updated([pool], token)
 
     def _order(self, pools: Sequence[Pool]) -> mx.array:
-        tokens = {id(token): token for pool in pools if (token := self._written.get(pool.name, self._past)) is not None}
+        tokens = {id(token): token for pool in pools if (token := self._written.get(pool.key, self._past)) is not None}
         first, *others = tokens.values() if tokens else [nothing_if(None)]
         for token in others:
             first = self._join(first, token)
@@ -352,13 +440,19 @@ class InPlaceWriter(PoolWriter):
             self._reads = self._join(nothing_if(self._reads), result)
 
     def _commit(self, outputs: Sequence[mx.array]) -> None:
-        unread = {id(token): token for name, token in self._written.items() if name not in self._read}
+        unread = {id(token): token for key, token in self._written.items() if key not in self._read}
         token = self._past if self._reads is None else self._reads
         for other in unread.values():
             token = self._join(nothing_if(token), other)
         self._past, self._reads = token, None
         self._written.clear()
         mx.async_eval(*outputs, *([] if token is None else [token]))  # type: ignore[no-untyped-call]
+
+
+def _go_together(keys: Pool, values: Pool) -> bool:
+    """Whether one launch of `write_kv` takes both."""
+    is_alike = keys.block_shape[:2] == values.block_shape[:2] and keys.dtype == values.dtype
+    return is_alike and keys.block_shape[2] % VEC == 0 and values.block_shape[2] % VEC == 0
 
 
 class _Join:
@@ -369,7 +463,7 @@ class _Join:
         self._by_dtype: dict[str, Any] = {}
 
     def __call__(self, token: mx.array, result: mx.array) -> mx.array:
-        tag = "i32" if result.dtype == mx.int32 else dtype_tag(result.dtype)
+        tag = dtype_tag(result.dtype)
         if tag not in self._by_dtype:
             self._by_dtype[tag] = self._metal_kernel(
                 name=f"cidery_join_{tag}",

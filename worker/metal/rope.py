@@ -9,6 +9,8 @@ from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.write_kv import largest_divisor
 
 _MAX_THREADS = 256
+# Models are given another one.
+_mlx_rope = mx.fast.rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def twin(queries: mx.array, keys: mx.array, positions: mx.array, options: RopeOp
     """`Rope` in plain MLX: each row a batch row of one token."""
     check(queries, keys, positions, options)
     queries, keys = (
-        mx.fast.rope(
+        _mlx_rope(
             rows[:, :, None, :],
             options.dims,
             traditional=options.traditional,

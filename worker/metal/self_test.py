@@ -43,7 +43,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """One kind of attention layer. `bits` 0: its pool is not quantised."""
+    """One kind of attention layer. `bits` 0: its pool is not quantised. `value_dim` 0: as `head_dim`."""
 
     num_heads: int
     num_kv_heads: int
@@ -56,12 +56,30 @@ class AttentionNeeds:
     has_sinks: bool = False
     bits: int = 0
     group_size: int = 32
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
     def __str__(self) -> str:
         name = f"{self.num_heads} heads over {self.num_kv_heads} of {self.head_dim} {self.dtype}".replace(
             "mlx.core.", ""
         )
         return f"{name}, {self.bits} bits in groups of {self.group_size}" if self.bits else name
+
+
+@dataclass(frozen=True, slots=True)
+class RopeNeeds:
+    """One kind of rotary embedding of packed rows."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: mx.Dtype
+    dims: int
+    is_traditional: bool
+    has_freqs: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from worker.metal.paged_prefill import PagedPrefill
 from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter, Slots
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
 from worker.metal.quantized import QuantizedPool, WriteQuantized, write_twin, zero_pool
-from worker.metal.self_test import AttentionNeeds, Family, Needs
+from worker.metal.self_test import AttentionNeeds, Family, Needs, RopeNeeds
 from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks
 
 _NUM_BLOCKS = 64
@@ -43,9 +43,9 @@ def _normal(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
-def _pools(need: AttentionNeeds, num_blocks: int = _NUM_BLOCKS) -> list[mx.array]:
-    shape = (num_blocks, need.num_kv_heads, need.block_size, need.head_dim)
-    pools = [_normal(seed, *shape, dtype=need.dtype) for seed in (1, 2)]
+def _pools(need: AttentionNeeds) -> list[mx.array]:
+    shape = (_NUM_BLOCKS, need.num_kv_heads, need.block_size)
+    pools = [_normal(seed, *shape, dim, dtype=need.dtype) for seed, dim in ((1, need.head_dim), (2, need.value_dim))]
     mx.eval(pools)
     return pools
 
@@ -59,10 +59,12 @@ def _differs(ours: mx.array, twin: mx.array, dtype: mx.Dtype) -> str | None:
 def check_write(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     """Bit for bit what a scatter writes, and nothing else; a row with slot -1 goes nowhere."""
     slots = [5, 17, -1, 16 * need.block_size + 15, 0, 33, 64, 90, 2]
-    rows = _normal(3, len(slots), need.num_kv_heads, need.head_dim, dtype=need.dtype)
+    keys, values = (
+        _normal(3, len(slots), need.num_kv_heads, dim, dtype=need.dtype) for dim in (need.head_dim, need.value_dim)
+    )
     written, expected = _pools(need), _pools(need)
-    mx.eval(WriteKV(metal_kernel)(rows, -rows, mx.array(slots, mx.int32), *written))
-    for pool, want, content in zip(written, expected, (rows, -rows), strict=True):
+    mx.eval(WriteKV(metal_kernel)(keys, -values, mx.array(slots, mx.int32), *written))
+    for pool, want, content in zip(written, expected, (keys, -values), strict=True):
         by_head = want.reshape(-1, *want.shape[2:])
         twins.write_kv(content, mx.array(slots, mx.int32), by_head)
         if not mx.array_equal(pool, by_head.reshape(pool.shape)).item():
@@ -140,21 +142,21 @@ def check_quantized(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | No
     return None if (error <= allowed).item() else f"it differs from its twin by {error.item():.2g}"
 
 
-def check_rope(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
-    """All elements of a head and half of them, both orders."""
-    queries = _normal(4, 5, need.num_heads, need.head_dim, dtype=need.dtype)
-    keys = _normal(5, 5, need.num_kv_heads, need.head_dim, dtype=need.dtype)
+def check_rope(metal_kernel: MetalKernel, needs: Needs) -> str | None:
+    """At the beginning and far out; rows at one position."""
     positions = mx.array([0, 1, 77, 77, 1000], mx.int32)
-    for dims in (need.head_dim, need.head_dim // 4 * 2):
-        for traditional in (False, True):
-            options = rope.RopeOptions(dims, traditional=traditional)
-            ours = rope.Rope(metal_kernel)(queries, keys, positions, options)
-            for got, want in zip(ours, rope.twin(queries, keys, positions, options), strict=True):
-                # MLX's own sine is the fast one.
-                if not float(mx.abs(got.astype(mx.float32) - want.astype(mx.float32)).max()) <= max(
-                    _TOLERANCE[need.dtype], 2e-3
-                ):
-                    return "it differs from its twin"
+    for need in dict.fromkeys(need for need in needs if isinstance(need, RopeNeeds)):
+        queries = _normal(4, 5, need.num_heads, need.head_dim, dtype=need.dtype)
+        keys = _normal(5, 5, need.num_kv_heads, need.head_dim, dtype=need.dtype)
+        freqs = mx.exp(mx.arange(need.dims // 2) * 0.2) if need.has_freqs else None
+        base = None if need.has_freqs else 10000.0
+        options = rope.RopeOptions(need.dims, traditional=need.is_traditional, base=base, freqs=freqs)
+        ours = rope.Rope(metal_kernel)(queries, keys, positions, options)
+        for got, want in zip(ours, rope.twin(queries, keys, positions, options), strict=True):
+            error = float(mx.abs(got.astype(mx.float32) - want.astype(mx.float32)).max())
+            # MLX's own sine is the fast one.
+            if not error <= max(_TOLERANCE[need.dtype], 2e-3):
+                return f"it differs from its twin by {error:.2g} for {need}"
     return None
 
 
@@ -217,7 +219,7 @@ FAMILIES = (
     Family("put_blocks", _attention(check_put)),
     Family("write_quantized", _attention(check_quantized)),
     Family("paged_prefill", _attention(check_prefill)),
-    Family("rope", _attention(check_rope)),
+    Family("rope", check_rope),
     IN_PLACE,
     *(Family(name, check) for name, check in state_kernels.CHECKS.items()),
 )

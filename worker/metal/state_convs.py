@@ -20,10 +20,19 @@ _QWEN_MODULES = ("mlx_lm.models.qwen3_next", "mlx_lm.models.qwen3_5")
 def conv_update(x: mx.array, conv: Any, state: SlotStates, *, silu: bool) -> mx.array:
     """What an `nn.Conv1d` makes of `x [B, T, channels]`, whose rows together are the packed rows of the states."""
     bias = conv.bias if "bias" in conv else None
-    y, state.token = state.kernels.short_conv(
-        x.flatten(0, 1), conv.weight, bias, state.pool, state.rows, state.token, silu=silu
+    kernel = state.kernels.short_conv
+    y = state.run(
+        lambda inputs, pool, rows, after: kernel(inputs[0], conv.weight, bias, pool, rows, after, silu=silu),
+        [x.flatten(0, 1)],
     )
     return y.reshape(x.shape)
+
+
+def _in_slots(cache: Any, index: int = 0) -> SlotStates | None:
+    """What is to be found in a cache, unless it is a state for mlx-lm's own code. Not asked of the cache itself, which
+    may have its rows cut by a wrapper within."""
+    state = None if cache is None else cache.cache[index]
+    return state if isinstance(state, SlotStates) else None
 
 
 def install(module: ModuleType) -> None:
@@ -41,7 +50,7 @@ def install(module: ModuleType) -> None:
             _replace(mixer, "_apply_conv1d", _olmo_method)
         elif hasattr(mixer, "_causal_conv"):
             _replace(mixer, "_causal_conv", _ling_method)
-        elif "mamba" in mixer.__name__.lower() and hasattr(mixer, "_conv"):
+        elif hasattr(mixer, "_conv") and ("mamba" in mixer.__name__.lower() or mixer.__name__ == "FalconH1Mixer"):
             _replace(mixer, "_conv", _method)
 
 
@@ -55,11 +64,12 @@ def _replace(mixer: type, name: str, make: Any) -> None:
 
 def _method(original: Any) -> Any:
     def conv(self: Any, conv_input: mx.array, cache: Any, mask: mx.array | None) -> mx.array:
-        if cache is None or not isinstance(cache[0], SlotStates):
+        state = _in_slots(cache)
+        if state is None or cache is None:
             result: mx.array = original(self, conv_input, cache, mask)
             return result
         refuse(mask=mask, lengths=cache.lengths)
-        return conv_update(conv_input, self.conv1d, cache[0], silu=True)
+        return conv_update(conv_input, self.conv1d, state, silu=True)
 
     return conv
 
@@ -79,12 +89,13 @@ def _module_call(original: Any) -> Any:
 
 def _lfm2_call(original: Any) -> Any:
     def call(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if cache is None or not isinstance(cache[0], SlotStates):
+        state = _in_slots(cache)
+        if state is None:
             result: mx.array = original(self, x, mask, cache)
             return result
         refuse(mask=mask, lengths=cache.lengths)
         gate, out_gate, values = mx.split(self.in_proj(x), 3, axis=-1)
-        convolved = conv_update(gate * values, self.conv, cache[0], silu=False)
+        convolved = conv_update(gate * values, self.conv, state, silu=False)
         output: mx.array = self.out_proj(out_gate * convolved)
         return output
 
@@ -103,25 +114,27 @@ def _olmo_method(original: Any) -> Any:
 
 def _ling_method(original: Any) -> Any:
     def conv(self: Any, x: mx.array, conv: Any, cache: Any, cache_index: int, mask: mx.array | None) -> mx.array:
-        if cache is None or not isinstance(cache[cache_index], SlotStates):
+        state = _in_slots(cache, cache_index)
+        if state is None:
             result: mx.array = original(self, x, conv, cache, cache_index, mask)
             return result
         refuse(mask=mask, lengths=cache.lengths)
-        return conv_update(x, conv, cache[cache_index], silu=True)
+        return conv_update(x, conv, state, silu=True)
 
     return conv
 
 
 def _qwen_call(original: Any) -> Any:
     def call(self: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if cache is None or not isinstance(cache[0], SlotStates):
+        state = _in_slots(cache)
+        if state is None:
             result: mx.array = original(self, inputs, mask, cache)
             return result
         refuse(mask=mask, lengths=cache.lengths)
         if getattr(self, "sharding_group", None) is not None:
             raise ValueError("this layer is sharded over machines; states in slots are for whole layers")
         mixed, z, b, a = _qwen_projections(self, inputs)
-        mixed = conv_update(mixed, self.conv1d, cache[0], silu=True)
+        mixed = conv_update(mixed, self.conv1d, state, silu=True)
         q, k, v = mx.split(mixed, [self.key_dim, 2 * self.key_dim], axis=-1)
         by_key = (*inputs.shape[:2], self.num_k_heads, self.head_k_dim)
         q, k = normalize_qk(q.reshape(by_key), k.reshape(by_key), inv_scale=self.head_k_dim**-0.5, eps=1e-6)

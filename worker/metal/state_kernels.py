@@ -10,11 +10,11 @@ from worker.metal.factory import MetalKernel
 from worker.metal.gated_delta import GatedDelta
 from worker.metal.mamba2 import Mamba2
 from worker.metal.short_conv import ShortConv
-from worker.metal.state_self_test import GatedDeltaShape, Launch, Mamba2Shape, ShortConvShape, StateLayerShape
+from worker.metal.state_self_test import GatedDeltaShape, Launch, Mamba2Shape, ShortConvShape
 
 logger = logging.getLogger(__name__)
 
-_SWITCH = "CIDERY_GDN_LAZY_KERNELS"
+SWITCH = "CIDERY_GDN_LAZY_KERNELS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +40,11 @@ def twin_state_kernels() -> StateKernels:
     return StateKernels(frozenset(), state_twins.gated_delta, state_twins.mamba2, state_twins.short_conv)
 
 
-def choose_state_kernels(shapes: Sequence[StateLayerShape], metal_kernel: MetalKernel | None) -> StateKernels:
-    """What runs a model with such layers; each kernel by itself gives way to its twin where it fails.
-
-    `metal_kernel` is None on a machine without Metal. `CIDERY_GDN_LAZY_KERNELS=0` forces the twins. Raises ValueError
-    if that is neither 0 nor 1.
-    """
-    if metal_kernel is None:
-        return twin_state_kernels()
-    if not is_switched_on():
-        logger.info("metal kernels for recurrent layers off: %s=0", _SWITCH)
-        return twin_state_kernels()
-    works = set()
-    for name, check in CHECKS.items():
-        if not any(isinstance(shape, _SHAPES[name]) for shape in shapes):
-            continue
-        failure = check(metal_kernel, shapes)
-        if failure is None:
-            works.add(name)
-        else:
-            logger.warning("metal %s off, plain MLX instead: %s", name, failure)
-    return state_kernels(metal_kernel, works)
-
-
 def is_switched_on() -> bool:
     """Whether `CIDERY_GDN_LAZY_KERNELS` allows the kernels. Raises ValueError if it is neither 0 nor 1."""
-    switch = os.environ.get(_SWITCH, "1")
+    switch = os.environ.get(SWITCH, "1")
     if switch not in ("0", "1"):
-        raise ValueError(f"{_SWITCH} is {switch!r}; allowed are 0 and 1")
+        raise ValueError(f"{SWITCH} is {switch!r}; allowed are 0 and 1")
     return switch == "1"
 
 
@@ -104,7 +81,8 @@ def _beyond(shapes: Sequence[object]) -> str | None:
     return f"{shapes[0]} is beyond what it supports" if shapes else None
 
 
-_SHAPES: dict[str, type] = {"gated_delta": GatedDeltaShape, "mamba2": Mamba2Shape, "short_conv": ShortConvShape}
+# Which kernel a kind of layer needs.
+SHAPES: dict[str, type] = {"gated_delta": GatedDeltaShape, "mamba2": Mamba2Shape, "short_conv": ShortConvShape}
 # Kernels that stand or fall together: None if they are right for those of a model's layers that concern them, else what
 # went wrong, for people. A layer beyond what they support is no error and counts as wrong.
 CHECKS: dict[str, Callable[[MetalKernel, Sequence[object]], str | None]] = {

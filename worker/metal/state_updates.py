@@ -5,6 +5,7 @@ in their cache. Where that is a `SlotStates` these run kernels over the pool, in
 mlx-lm's own. So mixers run unmodified, and a state is read and written once a step instead of gathered and scattered.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,20 +16,34 @@ from mlx_lm.models import gated_delta, ssm
 from worker.metal.state_kernels import StateKernels
 from worker.metal.state_rows import StateRows
 
+# Called with a part's packed inputs, pool, rows and the token to come after; its outputs and its token.
+Launch = Callable[[Sequence[mx.array], mx.array, StateRows, mx.array | None], tuple[mx.array, mx.array]]
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class SlotStates:
     """The states of the rows that a mixer is called with; stands where it expects their array.
 
-    `pool [num_slots, *state]` float32; `token` is that of the last launch over the pool, None if it was evaluated.
-    After the call it is the new one, which the next launch over the pool must get. A step evaluates it, even where
-    nobody needs the outputs: a kernel whose results are not wanted does not run, and its states stay as they were.
+    `parts` are rows `[first, last)` that are launched together. `update(launch)` gives what `launch(pool, after=token)`
+    computes beside its token; it owns the pool and its order, and sees to it that all updates are evaluated: a kernel
+    whose results are not wanted does not run, and its states stay as they were.
     """
 
-    pool: mx.array
-    rows: StateRows
+    update: Callable[[Callable[..., tuple[mx.array, mx.array]]], mx.array]
+    parts: Sequence[tuple[int, int, StateRows]]
     kernels: StateKernels
-    token: mx.array | None = None
+
+    def run(self, launch: Launch, packed: Sequence[mx.array]) -> mx.array:
+        """The outputs of all rows; `packed` are inputs with an axis of rows."""
+        if len(self.parts) == 1:
+            rows = self.parts[0][2]
+            return self.update(lambda pool, after: launch(packed, pool, rows, after))
+        outputs = []
+        for first, last, rows in self.parts:
+            cut = [array[first:last] for array in packed]
+            # Called before the loop goes on.
+            outputs.append(self.update(lambda pool, after: launch(cut, pool, rows, after)))  # noqa: B023
+        return mx.concatenate(outputs)
 
 
 def install(module: ModuleType) -> None:
@@ -66,8 +81,9 @@ def gated_delta_update(
         gates = gated_delta.compute_g(A_log, a, dt_bias)
     else:
         gates = gated_delta.compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
+    kernel = state.kernels.gated_delta
     packed = [array.flatten(0, 1) for array in (q, k, v, gates, betas)]
-    y, state.token = state.kernels.gated_delta(*packed, state.pool, state.rows, state.token)
+    y = state.run(lambda inputs, pool, rows, after: kernel(*inputs, pool, rows, after), packed)
     return y.reshape(v.shape), state
 
 
@@ -91,10 +107,16 @@ def ssm_update(
         )
         return result
     refuse(mask=mask, lengths=lengths)
-    x, b, c, steps = (array.flatten(0, 1) for array in (hidden_states, B, C, dt))
-    arguments = (x, A_log, b, c, D, steps, dt_bias, state.pool, state.rows, state.token)
+    kernel = state.kernels.mamba2
     limit = (float(time_step_limit[0]), float(time_step_limit[1]))
-    y, state.token = state.kernels.mamba2(*arguments, time_step_limit=limit)
+
+    def launch(
+        inputs: Sequence[mx.array], pool: mx.array, rows: StateRows, after: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        x, b, c, steps = inputs
+        return kernel(x, A_log, b, c, D, steps, dt_bias, pool, rows, after, time_step_limit=limit)
+
+    y = state.run(launch, [array.flatten(0, 1) for array in (hidden_states, B, C, dt)])
     return y.reshape(hidden_states.shape), state
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from worker import cpu_math
 from worker.batch import DecodeGroup, PrefillSpan
+from worker.metal.kv_pools import KVPool, arrays_of
 
 # On a CPU, causal attention by tiles of queries skips the scores above the diagonal; Metal's kernels do so themselves.
 _QUERY_TILE = 128
@@ -24,7 +25,7 @@ def write_kv(rows: mx.array, slots: mx.array, pool: mx.array) -> None:
 
 
 def paged_decode(
-    queries: mx.array, key_pool: mx.array, value_pool: mx.array, group: DecodeGroup, num_kv_heads: int, scale: float
+    queries: mx.array, key_pool: KVPool, value_pool: KVPool, group: DecodeGroup, num_kv_heads: int, scale: float
 ) -> mx.array:
     """One query a row over the row's blocks. Shapes: queries and result `[rows, num_heads, 1, head_dim]`."""
     index = group.gather_index(num_kv_heads)
@@ -40,7 +41,7 @@ def by_kv_head(queries: mx.array, num_kv_heads: int) -> mx.array:
 
 
 def paged_prefill(
-    queries: mx.array, key_pool: mx.array, value_pool: mx.array, span: PrefillSpan, num_kv_heads: int, scale: float
+    queries: mx.array, key_pool: KVPool, value_pool: KVPool, span: PrefillSpan, num_kv_heads: int, scale: float
 ) -> mx.array:
     """The last tokens of a context over all of it. Shapes: queries and result `[1, num_heads, tokens, head_dim]`."""
     index = span.gather_index(num_kv_heads)
@@ -72,8 +73,11 @@ def _attention(
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
-def gather(pool: mx.array, index: mx.array) -> mx.array:
+def gather(pool: KVPool, index: mx.array) -> mx.array:
     """Blocks of one pool by `gather_index`, in one copy: `[rows, num_kv_heads, num_tokens, head_dim]`."""
     rows, num_kv_heads, num_blocks = index.shape
-    _, block_size, head_dim = pool.shape
-    return pool[index].reshape(rows, num_kv_heads, num_blocks * block_size, head_dim)
+    shape = (rows, num_kv_heads, num_blocks * pool.shape[-2], -1)
+    if isinstance(pool, mx.array):
+        return pool[index].reshape(shape)
+    packed, scales, biases = (array.reshape(-1, *array.shape[-2:])[index].reshape(shape) for array in arrays_of(pool))
+    return mx.dequantize(packed, scales, biases, group_size=pool.group_size, bits=pool.bits)

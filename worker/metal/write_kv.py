@@ -14,7 +14,7 @@ import numpy as np
 from worker.metal.factory import MetalKernel, dtype_tag
 
 # Elements that one thread copies: 8 bytes of half precision.
-_VEC = 4
+VEC = 4
 _MAX_THREADS = 256
 
 # `after` is an input for its order alone.
@@ -96,7 +96,7 @@ class WriteKV:
                 f"values {values.shape} and their pool {value_pool.shape} do not go with keys {keys.shape} and their "
                 f"pool {key_pool.shape}"
             )
-        parts = max(head_dim, value_dim) // _VEC
+        parts = max(head_dim, value_dim) // VEC
         token: mx.array
         (token,) = self._kernel(dtype_tag(key_pool.dtype))(
             inputs=[keys, values, slots, key_pool, value_pool, nothing_if(after)],
@@ -104,7 +104,7 @@ class WriteKV:
             output_dtypes=[mx.int32],
             grid=(parts, num_kv_heads, rows),
             threadgroup=(parts, largest_divisor(num_kv_heads, _MAX_THREADS // parts), 1),
-            template=[("T", key_pool.dtype), ("DK", head_dim), ("DV", value_dim), ("BS", block_size), ("VEC", _VEC)],
+            template=[("T", key_pool.dtype), ("DK", head_dim), ("DV", value_dim), ("BS", block_size), ("VEC", VEC)],
         )
         return token
 
@@ -144,7 +144,7 @@ class PutBlocks:
         if contents.dtype != pool.dtype or contents.shape[1:] != pool.shape[1:]:
             raise ValueError(f"{contents.dtype} {contents.shape} are no blocks of a {pool.dtype} pool {pool.shape}")
         size = int(np.prod(pool.shape[1:]))
-        vec = next(width for width in (_VEC, 2, 1) if size % width == 0)
+        vec = next(width for width in (VEC, 2, 1) if size % width == 0)
         token: mx.array
         (token,) = self._kernel(dtype_tag(pool.dtype))(
             inputs=[contents.reshape(rows, size), block_ids, pool, nothing_if(after)],
@@ -197,5 +197,5 @@ def largest_divisor(number: int, at_most: int) -> int:
 def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
     if rows.dtype != pool.dtype or rows.shape[2] != pool.shape[-1]:
         raise ValueError(f"{name} {rows.dtype} {rows.shape} do not fit a {pool.dtype} pool {pool.shape}")
-    if pool.shape[-1] % _VEC:
-        raise ValueError(f"{name} have {pool.shape[-1]} elements: a multiple of {_VEC} is needed")
+    if pool.shape[-1] % VEC:
+        raise ValueError(f"{name} have {pool.shape[-1]} elements: a multiple of {VEC} is needed")

@@ -15,12 +15,25 @@ class MacState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MAC_STATE_DRAINING: _ClassVar[MacState]
     MAC_STATE_LOST: _ClassVar[MacState]
     MAC_STATE_CORDONED: _ClassVar[MacState]
+
+class AdapterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADAPTER_STATE_UNSPECIFIED: _ClassVar[AdapterState]
+    ADAPTER_STATE_LOADING: _ClassVar[AdapterState]
+    ADAPTER_STATE_READY: _ClassVar[AdapterState]
+    ADAPTER_STATE_FAILED: _ClassVar[AdapterState]
+    ADAPTER_STATE_LEAVING: _ClassVar[AdapterState]
 MAC_STATE_UNSPECIFIED: MacState
 MAC_STATE_STARTING: MacState
 MAC_STATE_READY: MacState
 MAC_STATE_DRAINING: MacState
 MAC_STATE_LOST: MacState
 MAC_STATE_CORDONED: MacState
+ADAPTER_STATE_UNSPECIFIED: AdapterState
+ADAPTER_STATE_LOADING: AdapterState
+ADAPTER_STATE_READY: AdapterState
+ADAPTER_STATE_FAILED: AdapterState
+ADAPTER_STATE_LEAVING: AdapterState
 
 class Load(_message.Message):
     __slots__ = ("num_requests", "num_prefill_tokens", "num_decoding")
@@ -81,7 +94,7 @@ class Drift(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., num_actual_tokens: _Optional[int] = ..., num_error_tokens: _Optional[int] = ..., is_alarming: _Optional[bool] = ...) -> None: ...
 
 class KVGroup(_message.Message):
-    __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned")
+    __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned", "pool_id", "findable_bytes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +104,8 @@ class KVGroup(_message.Message):
     NUM_EVICTED_LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTED_RANKED_FIELD_NUMBER: _ClassVar[int]
     NUM_EVICTED_ORPHANED_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    FINDABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     num_layers: int
     page_bytes: int
@@ -100,24 +115,47 @@ class KVGroup(_message.Message):
     num_evicted_left_behind: int
     num_evicted_ranked: int
     num_evicted_orphaned: int
-    def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_evicted_left_behind: _Optional[int] = ..., num_evicted_ranked: _Optional[int] = ..., num_evicted_orphaned: _Optional[int] = ...) -> None: ...
+    pool_id: int
+    findable_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_evicted_left_behind: _Optional[int] = ..., num_evicted_ranked: _Optional[int] = ..., num_evicted_orphaned: _Optional[int] = ..., pool_id: _Optional[int] = ..., findable_bytes: _Optional[int] = ...) -> None: ...
+
+class KVPool(_message.Message):
+    __slots__ = ("page_bytes", "referenced_bytes", "cached_bytes", "free_bytes")
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    page_bytes: int
+    referenced_bytes: int
+    cached_bytes: int
+    free_bytes: int
+    def __init__(self, page_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class KVCache(_message.Message):
-    __slots__ = ("referenced_bytes", "cached_bytes", "free_bytes", "pinned_bytes", "groups")
+    __slots__ = ("referenced_bytes", "cached_bytes", "free_bytes", "pinned_bytes", "groups", "pools")
     REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     referenced_bytes: int
     cached_bytes: int
     free_bytes: int
     pinned_bytes: int
     groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
-    def __init__(self, referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[KVPool]
+    def __init__(self, referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[KVPool, _Mapping]]] = ...) -> None: ...
 
 class Mac(_message.Message):
-    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "decode_step_s", "hot_tokens", "drift", "note", "kv_cache")
+    __slots__ = ("name", "state", "model", "address", "epoch", "load", "blocks", "scheduling", "prefill_tokens_per_s", "worker_memory_bytes", "worker_pid", "decode_step_s", "hot_tokens", "drift", "note", "kv_cache", "kernels", "kernel_failures")
+    class KernelFailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +172,8 @@ class Mac(_message.Message):
     DRIFT_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FAILURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: MacState
     model: str
@@ -150,7 +190,9 @@ class Mac(_message.Message):
     drift: Drift
     note: str
     kv_cache: KVCache
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., hot_tokens: _Optional[int] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., note: _Optional[str] = ..., kv_cache: _Optional[_Union[KVCache, _Mapping]] = ...) -> None: ...
+    kernels: str
+    kernel_failures: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[MacState, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., scheduling: _Optional[_Union[Scheduling, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., worker_memory_bytes: _Optional[int] = ..., worker_pid: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., hot_tokens: _Optional[int] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., note: _Optional[str] = ..., kv_cache: _Optional[_Union[KVCache, _Mapping]] = ..., kernels: _Optional[str] = ..., kernel_failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()
@@ -331,3 +373,67 @@ class GetPlacementResponse(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Placement]
     def __init__(self, models: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "model", "path", "digest", "num_bytes", "macs")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MACS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    path: str
+    digest: str
+    num_bytes: int
+    macs: _containers.RepeatedCompositeFieldContainer[AdapterOnMac]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., macs: _Optional[_Iterable[_Union[AdapterOnMac, _Mapping]]] = ...) -> None: ...
+
+class AdapterOnMac(_message.Message):
+    __slots__ = ("mac", "state", "problem")
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    mac: str
+    state: AdapterState
+    problem: str
+    def __init__(self, mac: _Optional[str] = ..., state: _Optional[_Union[AdapterState, str]] = ..., problem: _Optional[str] = ...) -> None: ...

@@ -69,6 +69,21 @@ class AdminServiceStub:
                 request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/cidery.v1.AdminService/LoadAdapter',
+                request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/cidery.v1.AdminService/UnloadAdapter',
+                request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/cidery.v1.AdminService/ListAdapters',
+                request_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -123,6 +138,28 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Put an adapter beside a model, on all Macs that serve it; it is a model name from then on. Comes back when every Mac
+        has it. If one refuses it, none keeps it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Take no new request for an adapter; it goes when the running ones have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Every adapter, and where it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +197,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
                     response_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=protos_dot_cidery_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +403,87 @@ class AdminService:
             '/cidery.v1.AdminService/Resume',
             protos_dot_cidery_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
             protos_dot_cidery_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cidery.v1.AdminService/LoadAdapter',
+            protos_dot_cidery_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_cidery_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cidery.v1.AdminService/UnloadAdapter',
+            protos_dot_cidery_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_cidery_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cidery.v1.AdminService/ListAdapters',
+            protos_dot_cidery_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            protos_dot_cidery_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

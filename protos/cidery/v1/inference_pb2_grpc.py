@@ -49,6 +49,11 @@ class InferenceServiceStub:
                 request_serializer=protos_dot_cidery_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=protos_dot_cidery_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/cidery.v1.InferenceService/Embed',
+                request_serializer=protos_dot_cidery_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_cidery_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/cidery.v1.InferenceService/ListModels',
                 request_serializer=protos_dot_cidery_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -80,6 +85,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """One vector for each input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The union of what the fleet serves.
         """
@@ -104,6 +116,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=protos_dot_cidery_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=protos_dot_cidery_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_cidery_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_cidery_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -192,6 +209,33 @@ class InferenceService:
             '/cidery.v1.InferenceService/Tokenize',
             protos_dot_cidery_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             protos_dot_cidery_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cidery.v1.InferenceService/Embed',
+            protos_dot_cidery_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            protos_dot_cidery_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

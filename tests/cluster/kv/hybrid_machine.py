@@ -347,3 +347,9 @@ class HybridMachine(RuleBasedStateMachine):
         assert set(snapshot) == self.present
         memory = self.kv.stats()
         assert sum((memory.referenced_bytes, memory.cached_bytes, memory.free_bytes)) == self.layout.usable_bytes
+        assert memory.referenced_bytes == sum(pool.referenced_bytes for pool in memory.pools)
+        for index, group in enumerate(memory.groups):
+            assert group.findable_bytes == group.page_bytes * sum(key[0] == index for key in snapshot)
+        for index, pool in enumerate(memory.pools):
+            findable = sum(group.findable_bytes for group in memory.groups if group.pool_id == index)
+            assert pool.cached_bytes <= findable <= pool.cached_bytes + pool.referenced_bytes

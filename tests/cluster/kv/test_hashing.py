@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.kv.hashing import HASH_BYTES, hash_block, hash_blocks, join_hashes, root_hash, salt_extras, split_hashes
+from cluster.kv.hashing import HASH_BYTES, first_extras, hash_block, hash_blocks, join_hashes, root_hash, split_hashes
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "block_hashes.json").read_text())
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -138,7 +138,7 @@ def test_a_torn_list_of_hashes_is_refused():
 
 def test_a_salt_separates_from_the_first_block_on():
     root, tokens = root_hash(model="m", tokenizer="t", kv_format="f", block_size=4), list(range(16))
-    chains = [hash_blocks(root, tokens, 4, salt_extras(salt)) for salt in ("", "a", "b")]
+    chains = [hash_blocks(root, tokens, 4, first_extras(salt)) for salt in ("", "a", "b")]
     assert chains[0] == hash_blocks(root, tokens, 4)
     assert len({block_hash for chain in chains for block_hash in chain}) == 12
-    assert chains[1] == hash_blocks(root, tokens, 4, salt_extras("a"))
+    assert chains[1] == hash_blocks(root, tokens, 4, first_extras("a"))

@@ -365,6 +365,19 @@ class TestRefusals:
         assert refused.value.is_permanent
         assert fleet.route(prompt_of((1, 49))).mac == "a"
 
+    def test_a_mac_that_lacks_the_adapter_is_not_asked(self, fleet, prompt_of) -> None:
+        fleet.add("a", "b")
+        decision = fleet.route(prompt_of((1, 50)), adapter="d", lacking=frozenset({"a"}))
+        assert decision.mac == "b"
+        assert fleet.candidates(decision)["a"].excluded == "has not loaded the adapter"
+
+    def test_a_prompt_that_is_only_read_may_fill_the_context(self, fleet, prompt_of) -> None:
+        fleet.add("a", max_model_len=50)
+        assert fleet.route(prompt_of((1, 50)), max_tokens=0).mac == "a"
+        with pytest.raises(NoMacAvailable) as refused:
+            fleet.route(prompt_of((1, 51)), max_tokens=0)
+        assert refused.value.is_permanent
+
     def test_a_long_prompt_goes_where_it_fits(self, fleet, prompt_of) -> None:
         fleet.add("small", max_model_len=50)
         fleet.add("large")
@@ -725,3 +738,24 @@ def test_a_query_that_can_not_be_is_refused(fleet, prompt_of, fields: dict, mess
 def test_settings_name_what_is_wrong(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RoutingConfig(**fields)
+
+
+def test_macs_that_store_keys_in_other_bits_are_refused(fleet) -> None:
+    """A block of one would be read by the other as what it isn't: the way of storing is a part of every hash."""
+    roots = [
+        root_hash(model="m", tokenizer="t", kv_format=kv_format, block_size=16)
+        for kv_format in (
+            "bfloat16",
+            "bfloat16 in 8 bits by 64",
+            "bfloat16 in 4 bits by 64",
+            "bfloat16 in 8 bits by 32",
+        )
+    ]
+    assert len(set(roots)) == 4
+    fleet.router.macs.join(fleet.info("a", root_hash=roots[0]))
+    for root in roots[1:]:
+        with pytest.raises(IncompatibleMac, match="weights, tokenizer or KV format differ"):
+            fleet.router.macs.join(fleet.info("b", root_hash=root))
+    # Once the others are gone, a fleet may store otherwise.
+    fleet.router.macs.leave("a", 1)
+    fleet.router.macs.join(fleet.info("b", root_hash=roots[1]))

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cluster.kv.hashing import BlockHash
 from cluster.routing.decision import RouteQuery
-from cluster.routing.waiting_room import WaitingRoom
+from cluster.routing.waiting_room import PATIENCE_S, WaitingRoom
 
 
 def query(name: str, **fields: object) -> RouteQuery:
@@ -17,7 +17,7 @@ def query(name: str, **fields: object) -> RouteQuery:
 
 
 def take(room: WaitingRoom, now_s: float = 0.0) -> str:
-    entry = room.first()
+    entry = room.first(now_s)
     room.take(entry, now_s)
     room.check()
     return entry.query.request_id
@@ -45,6 +45,20 @@ def test_higher_priorities_go_first() -> None:
     assert [take(room) for _ in range(3)] == ["high", "normal", "low"]
 
 
+def test_a_flood_of_a_higher_priority_leaves_each_lower_tier_a_turn_a_minute() -> None:
+    room, taken = WaitingRoom(100), list[tuple[float, str]]()
+    for number in range(3):
+        push(room, f"low{number}", priority=-1)
+        push(room, f"lower{number}", priority=-2)
+    for second in range(200):
+        push(room, f"high{second}", priority=1, now_s=float(second))
+        taken.append((second, take(room, float(second))))
+    lows = [(second, name) for second, name in taken if "low" in name]
+    assert lows == [(60, "low0"), (61, "lower0"), (120, "low1"), (121, "lower1"), (180, "low2"), (181, "lower2")]
+    # A debt is all that is left of these tiers.
+    assert take(room, 300.0).startswith("high")
+
+
 def test_tenants_share_mac_time_by_weight_not_by_requests() -> None:
     """Tenant a's requests take three seconds each, b's one, and c has double weight."""
     room, seconds = WaitingRoom(1_000), Counter[str]()
@@ -52,7 +66,7 @@ def test_tenants_share_mac_time_by_weight_not_by_requests() -> None:
         for tenant, cost_s, weight in (("a", 3.0, 1.0), ("b", 1.0, 1.0), ("c", 1.0, 2.0)):
             push(room, f"{tenant}{number}", cost_s, tenant=tenant, tenant_weight=weight)
     for _ in range(150):
-        entry = room.first()
+        entry = room.first(0.0)
         room.take(entry, 0.0)
         seconds[entry.query.tenant] += entry.cost_s
     assert seconds["a"] == pytest.approx(seconds["b"], abs=3.0)
@@ -147,6 +161,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.room = WaitingRoom(5)
         self.now_s = 0.0
         self.waiting: dict[str, RouteQuery] = {}
+        self.dispatched_s: dict[int, float] = {}
         self.num = 0
 
     @rule(
@@ -169,10 +184,23 @@ class RoomMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def take(self) -> None:
-        entry = self.room.first()
-        assert entry.query.priority == max(each.priority for each in self.waiting.values())
+        entry = self.room.first(self.now_s)
+        highest = max(each.priority for each in self.waiting.values())
+        # The other way round than the room: all tiers that are out of patience, and the highest.
+        tiers = {each.priority for each in self.waiting.values() if self.out_of_patience(each.priority)} | {highest}
+        ahead = max(tiers, key=lambda tier: (self.out_of_patience(tier), tier))
+        assert entry.query.priority == ahead
         self.room.take(entry, self.now_s)
+        self.dispatched_s[ahead] = self.now_s
         del self.waiting[entry.query.request_id]
+
+    def out_of_patience(self, priority: int) -> bool:
+        first = min(
+            (each for each in self.room if each.query.priority == priority),
+            key=lambda each: (self.room._tiers[priority].accounts[each.query.tenant].virtual_s, each),
+        )
+        since = [first.arrived_s, *(at for tier, at in self.dispatched_s.items() if tier == priority)]
+        return all(self.now_s - at >= PATIENCE_S for at in since)
 
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
@@ -183,8 +211,9 @@ class RoomMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("abc"), cost_s=st.sampled_from([0.5, 5.0]))
     def charge(self, tenant: str, cost_s: float) -> None:
         self.room.charge(query("x", tenant=tenant), cost_s, self.now_s)
+        self.dispatched_s[0] = self.now_s
 
-    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    @rule(seconds=st.sampled_from([0.5, 2.0, PATIENCE_S]))
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         for late in self.room.expired(self.now_s):

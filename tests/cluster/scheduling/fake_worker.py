@@ -9,8 +9,8 @@ from zlib import crc32
 from cluster.kv.group_managers import make_manager
 from cluster.kv.hashing import hash_block, hash_blocks, join_hashes, root_hash, split_hashes
 from cluster.kv.layout import KVLayout
-from cluster.scheduling.plan import FilledBlock, NewSequence, Sampled, Slice, StepPlan, StepResult
-from cluster.scheduling.request import Request, TokenLogprobs
+from cluster.scheduling.plan import FilledBlock, NewSequence, PromptLogprobs, Sampled, Slice, StepPlan, StepResult
+from cluster.scheduling.request import Pooling, Request, TokenLogprobs
 
 VOCAB_SIZE = 11
 
@@ -35,6 +35,17 @@ def undisturbed(request: Request, max_model_len: int) -> list[int]:
     return tokens[request.num_prompt_tokens :]
 
 
+def score(token_ids, position):
+    """The log-probability of a token of a prompt; depends on all before it."""
+    return -float(crc32(array("I", token_ids[: position + 1]).tobytes()) % 1000)
+
+
+def pooled(how, token_ids):
+    """The vector of a prompt."""
+    tokens = {Pooling.MEAN: token_ids, Pooling.LAST: token_ids[-1:], Pooling.CLS: token_ids[:1]}[how]
+    return tuple(map(float, tokens))
+
+
 class _Sequence:
     def __init__(self, new: NewSequence, block_size: int) -> None:
         assert len(new.block_hashes) // 16 <= len(new.token_ids) // block_size
@@ -44,6 +55,7 @@ class _Sequence:
         self.tables = {group: list(ids) for group, ids in new.block_tables.items()}
         self.num_computed: int | None = None
         self.stopped = False
+        self.pooled: list[int] = []
 
 
 class FakeWorker:
@@ -77,6 +89,7 @@ class FakeWorker:
         sampled: list[Sampled] = []
         filled: list[FilledBlock] = []
         skipped: list[int] = []
+        scores: list[PromptLogprobs] = []
         assert len({s.seq_id for s in plan.slices}) == len(plan.slices), "one slice a sequence"
         for part in plan.slices:
             sequence = self.sequences[part.seq_id]
@@ -86,9 +99,44 @@ class FakeWorker:
                 continue
             self._run_slice(sequence, part)
             filled += self._filled(sequence, part)
+            if sequence.new.reading is not None:
+                scores += self._read(sequence, part)
             if part.samples:
-                sampled.append(self._sample(sequence, part))
-        return StepResult(plan.step_id, tuple(sampled), tuple(filled), tuple(skipped), run_s=0.01)
+                read = sequence.new.reads_only
+                sampled.append(self._finish_reading(sequence) if read else self._sample(sequence, part))
+        return StepResult(
+            plan.step_id,
+            tuple(sampled),
+            tuple(filled),
+            tuple(skipped),
+            run_s=0.01,
+            prompt_logprobs=tuple(scores),
+        )
+
+    def _read(self, sequence: _Sequence, part: Slice) -> list[PromptLogprobs]:
+        """Rows that ran are all that can be read of; whoever wants more has been given a cached prefix wrongly."""
+        reading, tokens = sequence.new.reading, sequence.tokens
+        assert reading is not None
+        end = part.start + part.num_tokens
+        if reading.pooling is Pooling.MEAN:
+            assert len(sequence.pooled) == part.start, "a row of the mean was skipped"
+            sequence.pooled += tokens[part.start : end]
+        elif reading.pooling is Pooling.CLS and part.start == 0:
+            sequence.pooled = tokens[:1]
+        elif reading.pooling is Pooling.LAST:
+            sequence.pooled = tokens[end - 1 : end]
+        if reading.num_top_logprobs is None:
+            return []
+        positions = range(max(part.start + 1, reading.first_scored), min(end + 1, sequence.new.num_prompt_tokens))
+        if not positions:
+            return []
+        logprobs = tuple(score(tokens, position) for position in positions)
+        return [PromptLogprobs(part.seq_id, positions.start, logprobs, ((),) * len(positions))]
+
+    def _finish_reading(self, sequence: _Sequence) -> Sampled:
+        sequence.stopped = True
+        embedding = tuple(map(float, sequence.pooled))
+        return Sampled(sequence.new.seq_id, 0, None, True, is_read=True, embedding=embedding)
 
     def _resize(self, plan: StepPlan) -> None:
         for resize in plan.resizes:

@@ -12,7 +12,7 @@ from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Finish, Request, SamplingParams, Update
 from cluster.scheduling.scheduler import Scheduler
-from tests.cluster.scheduling.fake_worker import FakeWorker, fake_root, undisturbed
+from tests.cluster.scheduling.fake_worker import FakeWorker, fake_root, pooled, score, undisturbed
 
 
 def layout_of(num_blocks, block_size=4, max_model_len=64):
@@ -21,7 +21,7 @@ def layout_of(num_blocks, block_size=4, max_model_len=64):
     return KVLayout(block_size, (group,), (KVPool(0, 1, (0,), num_blocks + 1),), num_blocks + 1, max_model_len)
 
 
-def request_of(request_id, prompt, max_tokens=4, *, block_size=4, stop=(), generated=(), logprobs=None):
+def request_of(request_id, prompt, max_tokens=4, *, block_size=4, stop=(), generated=(), logprobs=None, reading=None):
     tokens = (*prompt, *generated)
     return Request(
         request_id=request_id,
@@ -31,6 +31,7 @@ def request_of(request_id, prompt, max_tokens=4, *, block_size=4, stop=(), gener
         max_tokens=max_tokens,
         sampling=SamplingParams(num_top_logprobs=logprobs),
         stop_token_ids=tuple(stop),
+        reading=reading,
     )
 
 
@@ -136,12 +137,29 @@ class Rig:
         for request_id, request in self.requests.items():
             expected = undisturbed(request, self.config.max_model_len)
             tokens = self.tokens[request_id]
+            self._verify_reading(request)
             if self.finished.get(request_id) in (Finish.STOP, Finish.LENGTH):
                 assert tokens == expected, request_id
                 stopped = bool(tokens) and tokens[-1] in request.stop_token_ids
                 assert (self.finished[request_id] is Finish.STOP) == stopped
             else:
                 assert tokens == expected[: len(tokens)], request_id
+
+    def _verify_reading(self, request: Request) -> None:
+        """Each log-probability once and in order, before any token; one vector at the end."""
+        updates, reading = self.updates[request.request_id], request.reading
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        told = [each for update in updates for each in update.prompt_logprobs]
+        first = reading.first_scored if reading is not None else 1
+        wanted = reading is not None and reading.num_top_logprobs is not None
+        expected = [(prompt[at], score(prompt, at)) for at in range(first, len(prompt))] if wanted else []
+        has_finished = self.finished.get(request.request_id) in (Finish.STOP, Finish.LENGTH)
+        assert [(each.token_id, each.logprob) for each in told] == expected[: len(told)]
+        if has_finished or any(update.token_ids for update in updates):
+            assert len(told) == len(expected)
+        embeddings = [update.embedding for update in updates if update.embedding]
+        is_pooled = has_finished and reading is not None and reading.pooling is not None
+        assert embeddings == ([pooled(reading.pooling, prompt)] if is_pooled and reading else [])
 
     def check(self) -> None:
         """After every action: invariants, and events that lead to exactly what is present."""
@@ -166,9 +184,10 @@ class Rig:
         request_id = update.request_id
         assert request_id not in self.finished, "an update after the end"
         self.updates[request_id].append(update)
-        assert replace(update, token_ids=(), logprobs=(), finish=None) == replace(
-            self.updates[request_id][0], token_ids=(), logprobs=(), finish=None
-        ), "what is told once is told the same every time"
+        changing = {"token_ids": (), "logprobs": (), "finish": None, "prompt_logprobs": (), "embedding": ()}
+        assert replace(update, **changing) == replace(self.updates[request_id][0], **changing), (
+            "what is told once is told the same every time"
+        )
         self.tokens[request_id] += update.token_ids
         wants = self.requests[request_id].sampling.num_top_logprobs is not None
         assert tuple(x.token_id for x in update.logprobs) == (update.token_ids if wants else ())

@@ -346,3 +346,15 @@ class TestPrefixCache:
             rig.add(request_of(name, tuple(range(10)), 2))
             rig.drain()
         assert rig.scheduler.stats().num_cached_tokens == 0
+
+
+def test_an_adapter_is_in_use_as_long_as_a_request_with_it_lives():
+    rig = Rig()
+    rig.add(replace(request_of("r", (1, 2, 3), 2), adapter="d"))
+    assert rig.scheduler.uses_adapter("d")
+    assert not rig.scheduler.uses_adapter("other")
+    assert rig.scheduler.adapter_of("r") == "d"
+    assert rig.scheduler.adapter_of("unknown") == ""
+    assert rig.schedule().new_sequences[0].adapter == "d"
+    rig.abort("r")
+    assert not rig.scheduler.uses_adapter("d")

@@ -8,6 +8,7 @@ from cluster.kv.hashing import BlockHash
 from cluster.scheduling.errors import ProtocolError
 from cluster.scheduling.plan import FilledBlock, Sampled, StepResult
 from cluster.scheduling.request import Finish
+from cluster.scheduling.waiting import PATIENCE_S
 from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of, window
 from tests.cluster.scheduling.rig import Rig, request_of, rows
 
@@ -146,6 +147,35 @@ class TestPreemption:
         assert rig.scheduler.stats().num_preemptions == 0
         assert rows(rig.schedule()) == [(12, 1, False)], "a takes b's blocks"
         assert rig.scheduler.stats().num_preemptions == 1
+        rig.drain()
+
+    def test_a_flood_of_a_higher_priority_does_not_starve_a_lower_one(self):
+        """One seat, and always another of the flood waiting for it."""
+        rig = Rig(max_num_seqs=1)
+        rig.add(replace(request_of("low", (1, 2, 3), 4), priority=-1))
+        num_high = 0
+        while "low" not in rig.finished:
+            while rig.scheduler.num_waiting < 3:
+                rig.add(replace(request_of(f"high{num_high}", (5, 6, num_high), 4), priority=1))
+                num_high += 1
+            rig.step()
+            assert rig.now_s < 3 * PATIENCE_S, "it waits and waits"
+        assert rig.updates["low"][0].queue_s == pytest.approx(PATIENCE_S, abs=10), "sooner is out of turn"
+        rig.drain()
+
+    def test_one_that_waited_too_long_is_not_preempted_by_who_kept_it_waiting(self):
+        """Two seats, blocks for one and a half: without its new rank it would lose them to the next of the flood."""
+        rig = Rig(num_blocks=12, max_num_seqs=2)
+        rig.add(replace(request_of("low", (1, 2, 3), 28), priority=-1))
+        # As if the flood had been there before.
+        rig.now_s += PATIENCE_S
+        rig.step()
+        for i in range(3):
+            rig.add(replace(request_of(f"high{i}", (5, 6, i), 28), priority=1))
+        while "low" not in rig.finished:
+            rig.step()
+        assert rig.scheduler.stats().num_preemptions > 0, "memory was meant to be short"
+        assert len(rig.finished) == 1, "it was the last to be preempted"
         rig.drain()
 
     def test_a_higher_priority_takes_blocks_from_a_decode_that_needs_no_more(self):

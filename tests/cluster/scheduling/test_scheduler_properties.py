@@ -4,13 +4,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.scheduling.errors import QueueFull, RequestTooLong
+from cluster.scheduling.errors import InvalidRequest, QueueFull, RequestTooLong
+from cluster.scheduling.request import Pooling, Reading
 from tests.cluster.kv.hybrid_machine import MODELS, layout_of
 from tests.cluster.scheduling.fake_worker import VOCAB_SIZE, undisturbed
 from tests.cluster.scheduling.rig import Rig, request_of
 
 # Few shared beginnings, so that prefixes meet; block_size 4.
-STEMS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 3), (7,), (5, 6, 7, 8)]
+STEMS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 3), (7, 7, 7, 7, 7), (7,), (5, 6, 7, 8)]
+READINGS = [
+    Reading(num_top_logprobs=0),
+    Reading(num_top_logprobs=2, first_scored=4),
+    *(Reading(pooling=how) for how in Pooling),
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -18,12 +24,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(5, 14),
         max_num_seqs=st.integers(1, 5),
         chunk=st.integers(1, 8),
+        scored=st.integers(1, 8),
         depth=st.integers(1, 3),
         caching=st.booleans() | st.just(True),
         specs=st.sampled_from(MODELS),
         pages=st.lists(st.sampled_from([10, 10, 20]), min_size=4, max_size=4),
     )
-    def begin(self, num_blocks, max_num_seqs, chunk, depth, caching, specs, pages):
+    def begin(self, num_blocks, max_num_seqs, chunk, scored, depth, caching, specs, pages):
         in_flight = depth * (max_num_seqs + 7)
         num_pages = num_blocks * len(specs) * 2
         self.rig = Rig(
@@ -32,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=24,
             max_num_seqs=max_num_seqs,
             max_chunk_tokens=chunk,
+            max_scored_tokens=scored,
             max_num_batched_tokens=max_num_seqs + 7,
             max_waiting=6,
             max_plans_in_flight=depth,
@@ -44,18 +52,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 12),
         stop=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
         num_generated=st.integers(0, 5) | st.just(0),
+        reading=st.none() | st.sampled_from(READINGS),
     )
-    def add(self, stem, tail, max_tokens, stop, num_generated):
+    def add(self, stem, tail, max_tokens, stop, num_generated, reading):
         request_id = f"r{self.num_added}"
+        if reading is not None and reading.pooling is not None:
+            max_tokens = 0
         fresh = request_of(request_id, (*stem, *tail), max_tokens, stop=stop)
         # What another Mac generated; had a stop token been among it, the request would not have come here.
         generated = [t for t in undisturbed(fresh, 24)[:num_generated] if t not in stop]
         if generated != undisturbed(fresh, 24)[: len(generated)]:
             generated = []
         try:
-            self.rig.add(request_of(request_id, (*stem, *tail), max_tokens, stop=stop, generated=generated))
+            num_prompt = len(stem) + len(tail)
+            if reading is not None and generated:  # all of the prompt had been told before
+                reading = Reading(0, first_scored=num_prompt)
+            self.rig.add(
+                request_of(request_id, (*stem, *tail), max_tokens, stop=stop, generated=generated, reading=reading)
+            )
         except QueueFull:
             assert self.rig.scheduler.num_waiting >= 6
+        except InvalidRequest:
+            assert reading is not None
+            assert reading.first_scored > num_prompt
         except RequestTooLong:
             layout = self.rig.layout
             assert layout.bytes_for(min(len(stem) + len(tail) + max_tokens, 24)) > layout.usable_bytes

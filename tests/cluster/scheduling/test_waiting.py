@@ -8,8 +8,11 @@ from itertools import count
 import pytest
 from hypothesis import settings
 
-from cluster.scheduling.waiting import WaitingQueue
+from cluster.scheduling.waiting import PATIENCE_S, WaitingQueue
 from tests.cluster.scheduling.waiting_machine import Entry, WaitingMachine, same
+
+# No arrival is so old that a tier's patience is at its end.
+NOW = 0.0
 
 
 def queue_of(*entries):
@@ -21,8 +24,8 @@ def queue_of(*entries):
 
 
 def admit_next(queue):
-    entry = next(queue.candidates())
-    queue.admit(entry)
+    entry = next(queue.candidates(NOW))
+    queue.admit(entry, NOW)
     return entry
 
 
@@ -41,15 +44,62 @@ def test_one_tenant_is_served_first_come_first_served():
 
 def test_a_late_push_of_an_early_arrival_goes_where_it_belongs():
     early, middle, late = (Entry(arrival_s=i) for i in range(3))
-    assert same(queue_of(late, middle, early).candidates(), [early, middle, late])
+    assert same(queue_of(late, middle, early).candidates(NOW), [early, middle, late])
 
 
 def test_a_higher_priority_goes_first_whatever_its_tenant_has_had():
     low, high, higher = Entry("b"), Entry("a", priority=1, cost_tokens=10**9), Entry("a", priority=7)
     queue = queue_of(low, high, higher)
     queue.charge("a", 10**6, priority=7)
-    assert same(queue.candidates(), [higher, high, low])
+    assert same(queue.candidates(NOW), [higher, high, low])
     assert same(drain(queue), [higher, high, low])
+
+
+class TestPatience:
+    """A flood of a higher priority leaves each lower tier a turn a minute."""
+
+    def test_the_next_of_a_tier_that_had_no_turn_goes_first(self):
+        low, lower, following = Entry(priority=-1), Entry(priority=-2), Entry(priority=-1, arrival_s=1)
+        flood = [Entry(priority=5, arrival_s=i) for i in range(3)]
+        queue = queue_of(*flood, following, lower, low)
+        assert same(queue.candidates(PATIENCE_S - 0.01), [*flood, low, following, lower])
+        # The flood's own tier had no turn either.
+        assert same(queue.candidates(PATIENCE_S), [flood[0], low, lower, *flood[1:], following])
+
+    def test_one_turn_is_all_until_as_much_time_has_passed_again(self):
+        flood, lows = [Entry(priority=5)], [Entry(arrival_s=i) for i in range(3)]
+        queue = queue_of(*flood, *lows)
+        now_s = PATIENCE_S + 5
+        assert queue.admit(lows[0], now_s)
+        assert same(queue.candidates(now_s), [*flood, *lows[1:]])
+        assert same(queue.candidates(now_s + PATIENCE_S), [flood[0], *lows[1:]])
+        assert queue.admit(flood[0], now_s + 1), "the flood's tier had no turn for as long"
+        assert not queue.admit(lows[1], now_s + PATIENCE_S - 0.01)
+        assert queue.admit(lows[2], now_s + 2 * PATIENCE_S)
+
+    def test_a_preempted_one_waits_from_its_admission_on(self):
+        """Also if nothing else of its tier waits, so that the tier itself was forgotten."""
+        old = Entry(priority=-1)
+        queue = queue_of(old)
+        assert queue.admit(old, 500.0)
+        queue.push_front(old)
+        high = Entry(priority=1, arrival_s=500.0)
+        queue.push(high)
+        assert same(queue.candidates(500.0 + PATIENCE_S - 1), [high, old])
+        assert queue.admit(high, 500.0) is False
+        queue.push(Entry(priority=1, arrival_s=530.0))
+        assert next(queue.candidates(500.0 + PATIENCE_S)) is old
+
+    def test_a_tier_whose_last_entry_went_is_asked_no_more(self):
+        old, high = Entry(priority=-1), Entry(priority=1, arrival_s=PATIENCE_S)
+        queue = queue_of(old, high)
+        for entry in queue.candidates(PATIENCE_S):
+            queue.remove(entry)
+        assert len(queue) == 0
+        # Accounts with a debt are all that is left of a tier.
+        queue.charge("a", 100, priority=-1)
+        queue.push(high)
+        assert same(queue.candidates(500.0), [high])
 
 
 def test_what_a_tenant_had_in_one_tier_is_no_debt_in_another():
@@ -61,7 +111,7 @@ def test_level_tenants_take_turns_by_cost():
     entries = [Entry("a", cost_tokens=100, arrival_s=i) for i in range(4)]
     entries += [Entry("b", cost_tokens=200, arrival_s=10 + i) for i in range(2)]
     queue = queue_of(*entries)
-    assert "".join(e.tenant for e in queue.candidates()) == "abaaba"
+    assert "".join(e.tenant for e in queue.candidates(NOW)) == "abaaba"
     assert "".join(e.tenant for e in drain(queue)) == "abaaba"
 
 
@@ -86,9 +136,9 @@ def test_who_was_charged_more_waits():
 def test_a_refund_brings_a_tenant_forward():
     queue = queue_of(Entry("a", cost_tokens=4096), *(Entry(t, arrival_s=1 + i) for i in range(2) for t in "ab"))
     assert admit_next(queue).tenant == "a"
-    assert "".join(e.tenant for e in queue.candidates()) == "bbaa"
+    assert "".join(e.tenant for e in queue.candidates(NOW)) == "bbaa"
     queue.charge("a", -4090)
-    assert "".join(e.tenant for e in queue.candidates()) == "baba"
+    assert "".join(e.tenant for e in queue.candidates(NOW)) == "baba"
     assert "".join(e.tenant for e in drain(queue)) == "baba"
 
 
@@ -100,7 +150,7 @@ def test_a_newcomer_need_not_wait_for_admissions_that_are_refunded():
     queue.charge("a", -9900)
     queue.push(Entry("b", arrival_s=30))
     queue.push(Entry("b", arrival_s=31))
-    assert [e.tenant for e in queue.candidates()][:3] == ["a", "b", "b"]
+    assert [e.tenant for e in queue.candidates(NOW)][:3] == ["a", "b", "b"]
 
 
 def test_a_newcomer_is_next_even_after_a_long_reign():
@@ -133,18 +183,18 @@ def test_a_preempted_entry_goes_before_its_tenant_and_is_not_charged_again():
     first, second, third, other = Entry(arrival_s=0), Entry(arrival_s=1), Entry(arrival_s=2), Entry("b", arrival_s=9)
     queue = queue_of(first, second, third)
     for entry in (first, second):
-        queue.admit(entry)
+        queue.admit(entry, NOW)
     # The latest arrival is preempted first.
     queue.push_front(second)
     queue.push_front(first)
     queue.push(other)
-    assert same(queue.candidates(), [other, first, second, third])
+    assert same(queue.candidates(NOW), [other, first, second, third])
     assert same(drain(queue), [other, first, second, third])
     queue.push(Entry("b"))
     queue.push(Entry("a"))
     queue.push(Entry("c"))
     # a was charged 300, b 100, and c joins where the last one began.
-    assert [e.tenant for e in queue.candidates()] == ["b", "c", "a"]
+    assert [e.tenant for e in queue.candidates(NOW)] == ["b", "c", "a"]
 
 
 def test_a_preempted_entry_costs_its_tenant_no_turn():
@@ -153,7 +203,7 @@ def test_a_preempted_entry_costs_its_tenant_no_turn():
     queue.push_front(preempted)
     queue.push(following)
     queue.push(other)
-    assert same(queue.candidates(), [preempted, following, other])
+    assert same(queue.candidates(NOW), [preempted, following, other])
     assert same(drain(queue), [preempted, following, other])
 
 
@@ -162,18 +212,18 @@ def test_a_new_arrival_never_overtakes_a_preempted_entry():
     queue = WaitingQueue()
     queue.push_front(preempted)
     queue.push(early)
-    assert same(queue.candidates(), [preempted, early])
+    assert same(queue.candidates(NOW), [preempted, early])
 
 
 def test_entries_may_be_admitted_and_removed_while_candidates_are_tried():
     entries = [Entry(t, arrival_s=i, priority=i % 2) for i in range(6) for t in "abc"]
     queue = queue_of(*entries)
-    expected = list(queue.candidates())
+    expected = list(queue.candidates(NOW))
     tried = []
-    for i, entry in enumerate(queue.candidates()):
+    for i, entry in enumerate(queue.candidates(NOW)):
         tried.append(entry)
         if i % 3 == 0:
-            queue.admit(entry)
+            queue.admit(entry, NOW)
         elif i % 3 == 1:
             queue.remove(entry)
         queue.check()
@@ -229,7 +279,7 @@ def test_a_forgotten_tenant_can_be_charged_but_not_refunded():
     queue.check()
     queue.push(Entry("a", arrival_s=-1, weight=2.0))
     queue.push(Entry("b", arrival_s=1))
-    assert "".join(e.tenant for e in queue.candidates()) == "bab"
+    assert "".join(e.tenant for e in queue.candidates(NOW)) == "bab"
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
@@ -253,7 +303,7 @@ def test_queueing_twice_or_removing_what_is_not_there_is_a_bug():
     with pytest.raises(AssertionError, match="is not waiting"):
         queue.remove(replace(entry))
     with pytest.raises(AssertionError, match="is not waiting"):
-        queue.admit(replace(entry))
+        queue.admit(replace(entry), NOW)
 
 
 class Backlog:

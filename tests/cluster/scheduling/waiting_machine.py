@@ -6,7 +6,7 @@ from itertools import count
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.scheduling.waiting import WaitingQueue
+from cluster.scheduling.waiting import PATIENCE_S, WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class NaiveQueue:
         self.accounts = {}  # (priority, tenant): [virtual time, weight]
         self.last_start = {}
         self.serials = count()
+        self.admitted_s = {}
 
     def tiers(self):
         return {priority for priority, _ in self.accounts}
@@ -74,7 +75,8 @@ class NaiveQueue:
         self.take_out(entry)
         self.forget()
 
-    def admit(self, entry):
+    def admit(self, entry, now_s):
+        self.admitted_s[entry.priority] = now_s
         is_charged = self.take_out(entry)[2]
         if not is_charged:
             account = self.accounts[entry.priority, entry.tenant]
@@ -91,18 +93,27 @@ class NaiveQueue:
         account[0] += num_tokens / account[1]
         self.forget()
 
-    def candidates(self):
+    def candidates(self, now_s):
+        by_tier = [self.of_tier(priority) for priority in sorted(self.tiers(), reverse=True)]
+        overdue = [entries[0] for entries in by_tier if entries and self.is_overdue(entries[0], now_s)]
+        rest = [entry for entries in by_tier for entry in entries if all(entry is not each for each in overdue)]
+        return overdue + rest
+
+    def is_overdue(self, first, now_s):
+        since = [first.arrival_s, *(at for p, at in self.admitted_s.items() if p == first.priority)]
+        return all(now_s - at >= PATIENCE_S for at in since)
+
+    def of_tier(self, priority):
         entries = []
-        for priority in sorted(self.tiers(), reverse=True):
-            times = {t: a[0] for (p, t), a in self.accounts.items() if p == priority}
-            items = {t: self.of(priority, t) for t in times}
-            while any(items.values()):
-                tenant = min(
-                    (t for t in items if items[t]), key=lambda t: (times[t], items[t][0][0].arrival_s, items[t][0][1])
-                )
-                entry, _, is_charged = items[tenant].pop(0)
-                times[tenant] += 0 if is_charged else entry.cost_tokens / self.accounts[priority, tenant][1]
-                entries.append(entry)
+        times = {t: a[0] for (p, t), a in self.accounts.items() if p == priority}
+        items = {t: self.of(priority, t) for t in times}
+        while any(items.values()):
+            tenant = min(
+                (t for t in items if items[t]), key=lambda t: (times[t], items[t][0][0].arrival_s, items[t][0][1])
+            )
+            entry, _, is_charged = items[tenant].pop(0)
+            times[tenant] += 0 if is_charged else entry.cost_tokens / self.accounts[priority, tenant][1]
+            entries.append(entry)
         return entries
 
 
@@ -114,6 +125,11 @@ class WaitingMachine(RuleBasedStateMachine):
         self.queue = WaitingQueue()
         self.naive = NaiveQueue()
         self.admitted = []
+        self.now_s = 9.0
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, PATIENCE_S]))
+    def wait(self, seconds):
+        self.now_s += seconds
 
     @rule(
         entry=st.builds(
@@ -121,12 +137,12 @@ class WaitingMachine(RuleBasedStateMachine):
             tenant=st.sampled_from("abc"),
             weight=st.sampled_from([0.5, 1.0, 3.0]),
             priority=st.integers(0, 1),
-            arrival_s=st.integers(0, 9).map(float),
+            arrival_s=st.integers(-9, 0).map(float),
             cost_tokens=st.integers(0, 9),
         )
     )
     def push(self, entry):
-        entry = replace(entry)
+        entry = replace(entry, arrival_s=self.now_s + entry.arrival_s)
         self.queue.push(entry)
         self.naive.push(entry)
 
@@ -134,10 +150,12 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def admit(self, data):
         """The first one fits, or only a later one does."""
-        for entry in self.queue.candidates():
+        for entry in self.queue.candidates(self.now_s):
             if data.draw(st.booleans()):
-                self.queue.admit(entry)
-                self.naive.admit(entry)
+                was_overdue = self.queue.admit(entry, self.now_s)
+                first = self.naive.of_tier(entry.priority)[0]
+                assert was_overdue == self.naive.is_overdue(first, self.now_s)
+                self.naive.admit(entry, self.now_s)
                 self.admitted.append(entry)
 
     @precondition(lambda self: self.admitted)
@@ -167,7 +185,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @invariant()
     def twins_agree(self):
         self.queue.check()
-        assert same(self.queue.candidates(), self.naive.candidates())
+        assert same(self.queue.candidates(self.now_s), self.naive.candidates(self.now_s))
         assert same(self.queue, [w[0] for w in self.naive.waiting])
         assert len(self.queue) == len(self.naive.waiting)
         times = {(p, t): a.virtual_time for p, tier in self.queue._tiers.items() for t, a in tier.accounts.items()}

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from worker.batch import Batch, Span
-from worker.kv_shapes import LayerShape
 from worker.metal import twins
+from worker.metal.decode_checks import LatentNeeds
 from worker.metal.decode_source import HEADER, merge_source, partials_source
-from worker.metal.dispatch import choose_kernels
+from worker.metal.dispatch import assemble, choose_kernels
+from worker.metal.pool_writer import InPlaceWriter, ScatterWriter
+from worker.metal.self_test import AttentionNeeds
+from worker.metal.self_test_cases import FAMILIES
 from worker.metal.write_kv import WRITE_SOURCE
 
-_LAYERS = (LayerShape(num_kv_heads=2, head_dim=64, dtype=mx.float32),)
+_NEEDS = [AttentionNeeds(4, 2, 64, mx.float32)]
 
 
 class FakeMetal:
@@ -42,9 +45,8 @@ def _broken_metal(**_: Any) -> Any:
 def test_twins_run_without_metal(caplog):
     """One line of the log says so, and why."""
     with caplog.at_level("INFO"):
-        assert choose_kernels(_LAYERS).name == "mlx"
+        assert choose_kernels(()).name == "mlx"
     assert caplog.messages == ["kernels: plain MLX, because this machine has no Metal"]
-    assert choose_kernels(_LAYERS).paged_decode is twins.paged_decode
 
 
 @pytest.mark.parametrize(
@@ -52,16 +54,67 @@ def test_twins_run_without_metal(caplog):
 )
 def test_kernel_that_is_wrong_or_fails_gives_way_to_its_twin(caplog, metal, reason):
     """With a message that says why, and no error."""
-    kernels = choose_kernels(_LAYERS, metal)
-    assert (kernels.name, kernels.failed) == ("mlx", ("write_kv", "paged_decode"))
+    kernels = choose_kernels(_NEEDS, metal)
+    assert (kernels.name, kernels.decode, kernels.prefill) == ("mlx", None, None)
+    assert kernels.failed[:4] == ("write_kv", "paged_decode", "put_blocks", "paged_prefill")
+    assert isinstance(kernels.make_writer(), ScatterWriter)
     assert reason in caplog.text
 
 
-def test_head_dim_that_lanes_cannot_share_runs_on_twins(caplog):
+_ALL = {family.name for family in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        ({"paged_decode"}, "metal paged_prefill"),
+        ({"paged_prefill"}, "metal paged_decode"),
+        ({"in_place"}, "metal paged_decode, paged_prefill"),
+        ({"write_kv"}, "metal paged_decode, paged_prefill"),
+        (set(), "metal paged_decode, paged_prefill, writes in place"),
+    ],
+)
+def test_each_kernel_gives_way_by_itself(broken, name):
+    """Pools are written in place only where every reader is a kernel that takes tokens."""
+    kernels = assemble(FakeMetal(), _NEEDS, _ALL - broken, broken)
+    assert (kernels.name, kernels.failed) == (name, tuple(broken))
+    assert kernels.takes_ragged_rows == ("paged_decode" not in broken)
+    assert type(kernels.make_writer()) is (ScatterWriter if broken else InPlaceWriter)
+
+
+def test_latents_are_decoded_by_a_kernel_and_written_by_scatter():
+    kernels = assemble(FakeMetal(), [LatentNeeds(4, 64, 32, mx.float32)], _ALL)
+    assert (kernels.name, kernels.takes_ragged_rows) == ("metal latent_decode", True)
+    assert isinstance(kernels.make_writer(), ScatterWriter)
+    both = assemble(FakeMetal(), [LatentNeeds(4, 64, 32, mx.float32), *_NEEDS], _ALL - {"latent_decode"})
+    assert (both.name, both.takes_ragged_rows) == ("metal paged_decode, paged_prefill", False)
+
+
+@pytest.mark.parametrize(
+    ("need", "reasons"),
+    [
+        (AttentionNeeds(2, 2, 1024, mx.float32), ("paged_decode: 2 heads over 2 of 1024", "paged_prefill: 2 heads")),
+        (LatentNeeds(4, 1024, 32, mx.float32), ("latent_decode: 4 heads over latents of 1024",)),
+        (LatentNeeds(4, 64, 32, mx.float32, bits=8), ("latent_decode: latents are quantised",)),
+    ],
+)
+def test_what_is_beyond_all_kernels_runs_on_plain_mlx(caplog, need, reasons):
+    """That is no failure of a kernel; the log says why."""
     metal = FakeMetal()
-    layers = (LayerShape(num_kv_heads=2, head_dim=1024, dtype=mx.float32),)
-    assert choose_kernels(layers, metal).name == "mlx"
-    assert metal.launched == []
+    with caplog.at_level("INFO"):
+        kernels = choose_kernels([need], metal)
+    assert (kernels.name, kernels.failed, metal.launched) == ("mlx", (), [])
+    assert all(reason in caplog.text for reason in reasons)
+
+
+def test_heads_of_uneven_widths_are_decoded_but_not_prefilled_by_kernels(caplog):
+    """And then nothing is written in place."""
+    metal = FakeMetal()
+    with caplog.at_level("INFO"):
+        kernels = choose_kernels([AttentionNeeds(4, 2, 192, mx.float32, value_dim=128)], metal)
+    # The fake's kernels are wrong, but only the one was tried.
+    assert kernels.failed == ("paged_decode",)
+    assert "paged_prefill: 4 heads over 2 of 192 float32 is beyond what it supports" in caplog.text
 
 
 @pytest.mark.metal
@@ -69,7 +122,8 @@ def test_head_dim_that_lanes_cannot_share_runs_on_twins(caplog):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_kernels_agree_with_their_twins_on_this_gpu(head_dim, dtype):
-    assert choose_kernels((LayerShape(2, head_dim, dtype),)).name == "metal paged_decode"
+    name = choose_kernels([AttentionNeeds(8, 2, head_dim, dtype)], mx.fast.metal_kernel).name
+    assert name == "metal paged_decode, paged_prefill, writes in place"
 
 
 _SOURCES = [

@@ -3,7 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from worker.metal.self_test import AttentionNeeds, run
+from worker.metal.decode_checks import LatentNeeds
+from worker.metal.self_test import AttentionNeeds, RopeNeeds, run
 from worker.metal.self_test_cases import FAMILIES
 
 pytestmark = [
@@ -16,6 +17,18 @@ pytestmark = [
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256, 512])
 def test_kernels_agree_with_their_twins(head_dim, dtype):
     assert run(FAMILIES, [AttentionNeeds(8, 2, head_dim, dtype)], mx.fast.metal_kernel).failures == {}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_latents_and_rotary_embeddings_agree_with_their_twins(dtype):
+    needs = [LatentNeeds(16, 512, 64, dtype), LatentNeeds(128, 512, 64, dtype, 32)]
+    needs += [
+        RopeNeeds(8, 2, 128, dtype, dims, is_traditional=is_traditional, has_freqs=has_freqs)
+        for dims in (128, 64)
+        for is_traditional in (False, True)
+        for has_freqs in (False, True)
+    ]
+    assert run(FAMILIES, needs, mx.fast.metal_kernel).failures == {}
 
 
 @pytest.mark.parametrize(

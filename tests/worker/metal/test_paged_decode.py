@@ -1,7 +1,5 @@
 """Decode attention, kernels and twins: every variant against float64, under two schedules of the harness."""
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -129,13 +127,14 @@ def test_called_with_a_group_it_plans_once_for_alike_layers(monkeypatch):
     case = Case("group", (40, 20), 2, 2, 64, window=16, dtype=F32)
     data = make(case)
     decode = PagedDecode(MslHost())
-    group = DecodeGroup(0, 2, data.table, data.lens, None)
+    lens = np.array(data.lens, np.int32)
+    group = DecodeGroup(0, 2, data.table, lens, 16, num_hidden=lens - 16)
     for _ in range(2):
-        ours = decode(data.queries, data.keys, data.values, group, 2, 0.3, window=16)
+        ours = decode(data.queries, data.keys, data.values, group, 2, 0.3)
         assert error_of(ours, data) < TOLERANCE[F32]
-    full = decode(data.queries, data.keys, data.values, dataclasses.replace(group, first=0), 2, 0.3, window=24)
+    full = decode(data.queries, data.keys, data.values, DecodeGroup(0, 2, data.table, lens, 16), 2, 0.3)
     assert len(planned) == 2
-    twin = decode_twins.paged_decode(data.queries, data.keys, data.values, group, 2, 0.3, window=16)
+    twin = decode_twins.paged_decode(data.queries, data.keys, data.values, group, 2, 0.3)
     assert error_of(twin, data) < TOLERANCE[F32]
     assert full.shape == data.queries.shape
 

@@ -9,14 +9,15 @@ import pytest
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from worker.metal import self_test, self_test_cases
-from worker.metal.dispatch import choose_writer
+from worker.metal.dispatch import assemble
 from worker.metal.pool_writer import InPlaceWriter, ScatterWriter
-from worker.metal.self_test import AttentionNeeds, Family, ResultMemory, run
+from worker.metal.self_test import AttentionNeeds, Family, ResultMemory, RopeNeeds, run
 from worker.metal.self_test_cases import FAMILIES
 
 _NEEDS = [
     AttentionNeeds(4, 2, 64, mx.float16, window=40, has_sinks=True, bits=8),
     AttentionNeeds(3, 1, 64, mx.float32, softcap=2.0),
+    RopeNeeds(4, 2, 64, mx.float16, 32, is_traditional=False, has_freqs=True),
 ]
 _MACHINE = ("M9", "macOS 99", "1.0")
 
@@ -52,7 +53,7 @@ def test_all_families_pass_for_what_models_need():
     report = run(FAMILIES, _NEEDS, host)
     assert report.failures == {}
     assert all(report.works(family.name) for family in FAMILIES)
-    assert isinstance(choose_writer(host, report), InPlaceWriter)
+    assert isinstance(assemble(host, _NEEDS, report.passed).make_writer(), InPlaceWriter)
     ran = {record.kernel for record in host.records}
     for kernel in ("write_kv", "put_blocks", "write_quantized", "paged_prefill", "paged_decode", "rope", "join"):
         assert any(kernel in name for name in ran), kernel
@@ -72,12 +73,14 @@ def test_all_families_pass_for_what_models_need():
 )
 def test_a_broken_kernel_is_named_and_the_others_still_run(caplog, family, kernel, old, new):
     broken = Broken(kernel, old, new)
-    report = run([FAMILIES[0], *(f for f in FAMILIES[1:] if f.name in (family, "rope"))], _NEEDS[:1], broken)
+    report = run(
+        [FAMILIES[0], *(f for f in FAMILIES[1:] if f.name in (family, "rope"))], [_NEEDS[0], _NEEDS[2]], broken
+    )
     assert broken.has_edited
     assert set(report.failures) == {family}
     assert report.works("rope") == (family != "rope")
     assert not report.works(family)
-    assert isinstance(choose_writer(broken, report), ScatterWriter)
+    assert isinstance(assemble(broken, _NEEDS, report.passed).make_writer(), ScatterWriter)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         f"metal kernel {family} is off, plain MLX runs in its place: {report.failures[family]}"
     ]
@@ -149,8 +152,7 @@ def test_trial_of_a_process_that_still_runs_is_no_end(tmp_path):
 
 
 def test_pools_are_written_by_scatter_where_nothing_was_tested():
-    assert isinstance(choose_writer(None, None), ScatterWriter)
-    assert isinstance(choose_writer(MslHost(), run([], _NEEDS, None)), ScatterWriter)
+    assert isinstance(assemble(MslHost(), _NEEDS, run([], _NEEDS, None).passed).make_writer(), ScatterWriter)
 
 
 def test_names_of_families_are_their_own():

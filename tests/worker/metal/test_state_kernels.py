@@ -10,10 +10,10 @@ from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.state_data import bits, normal, pool_for, rows_of
 from worker.metal import gated_delta, mamba2, short_conv, state_twins
+from worker.metal.dispatch import choose_kernels
 from worker.metal.gated_delta import GatedDelta
 from worker.metal.mamba2 import Mamba2
 from worker.metal.short_conv import ShortConv
-from worker.metal.state_kernels import choose_state_kernels
 from worker.metal.state_rows import StateRows
 from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
 
@@ -31,31 +31,34 @@ def compiled():
     require_toolchain()
     host = MslHost()
     with host.compiling_ahead():
-        choose_state_kernels(_SHAPES, host)
+        choose_kernels(_SHAPES, host)
 
 
 @pytest.mark.usefixtures("compiled")
 def test_kernels_that_agree_with_their_twins_run(caplog):
     """A whole chain of launches for each shape of layer."""
     host = MslHost()
-    assert choose_state_kernels(_SHAPES, host).name == "metal gated_delta, mamba2, short_conv"
+    kernels = choose_kernels(_SHAPES, host)
+    assert kernels.name == "metal gated_delta, mamba2, short_conv"
+    assert kernels.updates_states_in_place
+    assert kernels.states.on_metal == {"gated_delta", "mamba2", "short_conv"}
     assert len(host.records) == 6 * len(_SHAPES)
     assert caplog.text == ""
 
 
 @pytest.mark.usefixtures("compiled")
-def test_each_kernel_gives_way_by_itself(caplog):
-    """Here two of them write what they may not; a model without such layers needs none of them."""
-    host = MslHost(in_place={"cidery_mamba2": ("pool",)})
-    chosen = choose_state_kernels(_SHAPES, host)
-    assert chosen.name == "metal mamba2"
-    assert chosen.on_metal == {"mamba2"}
-    assert chosen.gated_delta is state_twins.gated_delta
-    assert chosen.short_conv is state_twins.short_conv
-    assert "metal gated_delta off, plain MLX instead" in caplog.text
-    assert "metal short_conv off, plain MLX instead" in caplog.text
-    assert choose_state_kernels(_SHAPES[-1:], MslHost()).name == "metal short_conv"
-    assert choose_state_kernels([], MslHost()).name == "mlx"
+def test_states_are_updated_in_place_by_kernels_alone(caplog):
+    """Two of them write what they may not, here. Twins are no help: they would copy pools and take prefills by tokens.
+
+    A model without such layers needs none of them.
+    """
+    kernels = choose_kernels(_SHAPES, MslHost(in_place={"cidery_mamba2": ("pool",)}))
+    assert kernels.failed == ("gated_delta", "short_conv")
+    assert (kernels.name, kernels.updates_states_in_place) == ("mlx", False)
+    assert "metal kernel gated_delta is off, plain MLX runs in its place" in caplog.text
+    assert "metal kernel short_conv is off, plain MLX runs in its place" in caplog.text
+    assert choose_kernels(_SHAPES[-1:], MslHost()).name == "metal short_conv"
+    assert choose_kernels([], MslHost()).name == "mlx"
 
 
 @pytest.mark.parametrize(
@@ -76,14 +79,14 @@ def test_wrong_kernel_is_found_by_the_self_test(monkeypatch, caplog, module, sou
     text = getattr(module, source)
     assert defect[0] in text
     monkeypatch.setattr(module, source, text.replace(*defect))
-    choose_state_kernels(_SHAPES, MslHost())
+    choose_kernels(_SHAPES, MslHost())
     assert found in caplog.text
 
 
 def test_dimensions_beyond_a_kernel_run_on_the_twin(caplog):
     shapes = [GatedDeltaShape(1, 1, 48, 32, mx.float32), ShortConvShape(8, 9, mx.float32, mx.float32, False, False)]
     caplog.set_level("INFO")
-    assert choose_state_kernels(shapes, MslHost()).name == "mlx"
+    assert choose_kernels(shapes, MslHost()).name == "mlx"
     assert "key_dim=48" in caplog.text
     assert "kernel_width=9" in caplog.text
 
@@ -91,11 +94,11 @@ def test_dimensions_beyond_a_kernel_run_on_the_twin(caplog):
 def test_switch_forces_the_twins(monkeypatch):
     monkeypatch.setenv("CIDERY_GDN_LAZY_KERNELS", "0")
     host = MslHost()
-    assert choose_state_kernels(_SHAPES, host).name == "mlx"
+    assert choose_kernels(_SHAPES, host).name == "mlx"
     assert host.records == []
     monkeypatch.setenv("CIDERY_GDN_LAZY_KERNELS", "off")
     with pytest.raises(ValueError, match="CIDERY_GDN_LAZY_KERNELS is 'off'; allowed are 0 and 1"):
-        choose_state_kernels(_SHAPES, host)
+        choose_kernels(_SHAPES, host)
 
 
 @pytest.mark.metal
@@ -112,7 +115,7 @@ def test_kernels_agree_with_their_twins_on_this_gpu(dtype):
         ShortConvShape(8192, 4, dtype, dtype, has_bias=False, has_silu=True),
         ShortConvShape(2048, 3, dtype, dtype, has_bias=False, has_silu=False),
     ]
-    assert choose_state_kernels(shapes, mx.fast.metal_kernel).name == "metal gated_delta, mamba2, short_conv"
+    assert choose_kernels(shapes, mx.fast.metal_kernel).name == "metal gated_delta, mamba2, short_conv"
 
 
 def test_rows_know_their_tiles():

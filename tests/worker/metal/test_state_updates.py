@@ -10,12 +10,13 @@ from mlx_lm.models.cache import ArraysCache
 
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
-from worker.metal import state_convs, state_updates
+from worker.metal import state_convs, state_twins, state_updates
 from worker.metal.gated_delta import GatedDelta
 from worker.metal.mamba2 import Mamba2
 from worker.metal.short_conv import ShortConv
 from worker.metal.state_kernels import StateKernels, twin_state_kernels
 from worker.metal.state_rows import StateRows
+from worker.metal.state_self_test import GatedDeltaShape
 from worker.metal.state_updates import SlotStates
 
 _PATCHED = ("gated_delta_update", "ssm_update", "__call__", "_conv", "_apply_conv1d", "_causal_conv")
@@ -24,6 +25,7 @@ _SLOTS = np.array([4, 1, 2], np.int32)
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 64, "n_groups": 2, "conv_kernel": 4}
 _MAMBA2 = {"num_heads": 4, "head_dim": 16, "ssm_state_size": 64, "n_groups": 2, "conv_kernel": 4, "expand": 2}
 _GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_d_conv": 4}
+_PLAMO = {"hidden_size_per_head": 16, "mamba_num_heads": 4, "mamba_d_state": 64, "mamba_d_conv": 4}
 _KIMI = {"linear_attn_config": {"num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4}}
 _LING = {"num_attention_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4, "kda_lower_bound": -5.0}
 _QWEN = {
@@ -48,10 +50,25 @@ _MIXERS = {
     "kimi_linear": ("KimiDeltaAttention", _KIMI, (0,), ["conv", "conv", "conv", "state"]),
     "bailing_moe_v3": ("BailingKDA", _LING, (), ["conv", "conv", "conv", "state"]),
     "nemotron_h": ("NemotronHMamba2Mixer", {**_MAMBA, **_LIMIT}, (), ["conv", "state"]),
+    "plamo2": ("Mamba", _PLAMO, (), ["conv", "state"]),
+    "falcon_h1": ("FalconH1Mixer", {**_GRANITE, "mamba_d_ssm": 64}, (), ["conv", "state"]),
     "mamba2": ("Mamba2Block", {**_MAMBA2, **_LIMIT}, (0,), ["conv", "state"]),
     "granitemoehybrid": ("GraniteMoeHybridMamba2Mixer", {**_GRANITE, **_LIMIT}, (), ["conv", "state"]),
     "lfm2": ("ShortConv", {**_LIMIT, "conv_L_cache": 3, "conv_bias": False, "layer_types": ["conv"]}, (0,), ["conv"]),
 }
+
+
+class _Pool:
+    """A pool by itself, with the token of its last launch."""
+
+    def __init__(self, array: mx.array) -> None:
+        mx.eval(array)
+        self.array = array
+        self.token = None
+
+    def update(self, launch):
+        y, self.token = launch(self.array, after=self.token)
+        return y
 
 
 def _make(module, name):
@@ -102,37 +119,59 @@ def test_mixers_of_mlx_lm_run_over_slots(installed, which):
     prompts = [mx.random.normal((length, 32)) for length in _LENGTHS]
     then = [mx.random.normal((1, 32)) for _ in _LENGTHS]
     alone = [_alone(mixer, prompt, row, len(kinds)) for prompt, row in zip(prompts, then, strict=True)]
-    pools = [mx.full((6, *tensor.shape[1:]), float("nan")) for tensor in alone[2][2]]
-    mx.eval(pools)
-    tokens = [None] * len(kinds)
+    pools = [_Pool(mx.full((6, *tensor.shape[1:]), float("nan"))) for tensor in alone[2][2]]
     host = MslHost()
     metal = StateKernels(frozenset(), GatedDelta(host), Mamba2(host), ShortConv(host))
     kernels = metal if which == "kernels" else twin_state_kernels()
 
-    def over_slots(rows, x, others):
+    def over_slots(parts, x, others):
         """One call of the mixer; `others` are the states that can't lie in slots."""
         tensors = [
-            other if kind is None else SlotStates(pool, rows, kernels, token)
-            for kind, pool, token, other in zip(kinds, pools, tokens, others, strict=True)
+            other if kind is None else SlotStates(pool.update, parts, kernels)
+            for kind, pool, other in zip(kinds, pools, others, strict=True)
         ]
         y, left = _run(mixer, x, tensors)
         for number, kind in enumerate(kinds):
-            if kind is not None:
-                assert left[number] is tensors[number]
-                tokens[number] = left[number].token
+            assert kind is None or left[number] is tensors[number]
         return y, left
 
     kept = []
     for index, prompt in enumerate(prompts):
         offsets = np.array([0, len(prompt)], np.int32)
         rows = StateRows(offsets, _SLOTS[index : index + 1], np.array([True]))
-        y, left = over_slots(rows, prompt[None], [None] * len(kinds))
+        y, left = over_slots([(0, len(prompt), rows)], prompt[None], [None] * len(kinds))
         assert mx.abs(y[0] - alone[index][0]).max() < 1e-5
         kept.append(left)
     others = [mx.concatenate([left[i] for left in kept]) if kind is None else None for i, kind in enumerate(kinds)]
-    y, _ = over_slots(StateRows(np.arange(4, dtype=np.int32), _SLOTS, np.zeros(3, np.bool_)), mx.stack(then), others)
+    rows = StateRows(np.arange(4, dtype=np.int32), _SLOTS, np.zeros(3, np.bool_))
+    y, _ = over_slots([(0, 3, rows)], mx.stack(then), others)
     assert mx.abs(y - mx.stack([second for _, second, _ in alone])).max() < 1e-5
     assert len(host.records) == (4 * sum(kind is not None for kind in kinds) if which == "kernels" else 0)
+
+
+def test_decode_rows_and_prefills_of_a_step_are_launched_apart():
+    """Two parts over one pool give what each gives alone, and the second comes after the first."""
+    shape = GatedDeltaShape(1, 2, 32, 8, mx.float32)
+    inputs, launched = shape.inputs(6, seed=1), []
+    rows = [
+        StateRows(np.array([0, 1], np.int32), np.array([2], np.int32), np.array([True])),
+        StateRows(np.array([0, 3, 5], np.int32), np.array([1, 0], np.int32), np.array([True, True])),
+    ]
+
+    def launch(packed, pool, rows, after):
+        launched.append((len(packed[0]), after is None))
+        return state_twins.gated_delta(*packed, pool, rows, after)
+
+    def run(parts):
+        pool = _Pool(mx.zeros((3, *shape.pool[0])))
+        return SlotStates(pool.update, parts, twin_state_kernels()).run(launch, inputs), pool.array
+
+    y, pool = run([(0, 1, rows[0]), (1, 6, rows[1])])
+    assert launched == [(1, True), (5, False)]
+    lengths, slots = np.array([0, 1, 4, 6], np.int32), np.array([2, 1, 0], np.int32)
+    together, pool_of_all = run([(0, 6, StateRows(lengths, slots, np.array([True] * 3)))])
+    assert mx.allclose(y, together, atol=1e-6)
+    assert mx.allclose(pool, pool_of_all, atol=1e-6)
 
 
 def test_other_states_go_to_mlx_lm_and_masks_are_refused():
@@ -146,7 +185,7 @@ def test_other_states_go_to_mlx_lm_and_masks_are_refused():
     assert y.shape == x.shape
     assert state.shape == (1, 1, 8, 32)
     rows = StateRows(np.array([0, 2], np.int32), np.array([0], np.int32), np.array([True]))
-    slots = SlotStates(mx.zeros((1, 1, 8, 32)), rows, twin_state_kernels())
+    slots = SlotStates(_Pool(mx.zeros((1, 1, 8, 32))).update, [(0, 2, rows)], twin_state_kernels())
     with pytest.raises(ValueError, match=r"mask of shape \(1, 2\) is given"):
         state_updates.gated_delta_update(q, k, v, gate, gate, log, log, slots, mx.ones((1, 2)))
     with pytest.raises(ValueError, match=r"lengths of shape \(1,\) is given"):

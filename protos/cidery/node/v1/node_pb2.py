@@ -26,7 +26,7 @@ from protos.cidery.v1 import handling_pb2 as protos_dot_cidery_dot_v1_dot_handli
 from protos.cidery.v1 import sampling_pb2 as protos_dot_cidery_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/cidery/node/v1/node.proto\x12\x0e\x63idery.node.v1\x1a\x1fprotos/cidery/v1/handling.proto\x1a\x1fprotos/cidery/v1/sampling.proto\"i\n\x0e\x43onnectRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.cidery.node.v1.OpenH\x00\x12&\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x15.cidery.node.v1.AbortH\x00\x42\t\n\x07message\"\xf0\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x01(\x0c\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12\x12\n\nboundaries\x18\x06 \x03(\r\x12\x11\n\troot_hash\x18\x07 \x01(\x0c\x12%\n\x08handling\x18\x08 \x01(\x0b\x32\x13.cidery.v1.Handling\x12\x15\n\rtenant_weight\x18\t \x01(\x01\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\":\n\x0f\x43onnectResponse\x12\'\n\x07updates\x18\x01 \x03(\x0b\x32\x16.cidery.node.v1.Update\"\xe1\x01\n\x06Update\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.cidery.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.cidery.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12(\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x17.cidery.node.v1.Failure\"A\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x32]\n\x0bNodeService\x12N\n\x07\x43onnect\x12\x1e.cidery.node.v1.ConnectRequest\x1a\x1f.cidery.node.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/cidery/node/v1/node.proto\x12\x0e\x63idery.node.v1\x1a\x1fprotos/cidery/v1/handling.proto\x1a\x1fprotos/cidery/v1/sampling.proto\"i\n\x0e\x43onnectRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.cidery.node.v1.OpenH\x00\x12&\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x15.cidery.node.v1.AbortH\x00\x42\t\n\x07message\"\xbc\x02\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x01(\x0c\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12\x12\n\nboundaries\x18\x06 \x03(\r\x12\x11\n\troot_hash\x18\x07 \x01(\x0c\x12%\n\x08handling\x18\x08 \x01(\x0b\x32\x13.cidery.v1.Handling\x12\x15\n\rtenant_weight\x18\t \x01(\x01\x12\x14\n\x0c\x66irst_scored\x18\x46 \x01(\r\x12#\n\x07pooling\x18G \x01(\x0e\x32\x12.cidery.v1.Pooling\x12\x0f\n\x07\x61\x64\x61pter\x18H \x01(\t\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\":\n\x0f\x43onnectResponse\x12\'\n\x07updates\x18\x01 \x03(\x0b\x32\x16.cidery.node.v1.Update\"\xa7\x02\n\x06Update\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.cidery.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.cidery.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12(\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x17.cidery.node.v1.Failure\x12\x31\n\x0fprompt_logprobs\x18\x46 \x03(\x0b\x32\x18.cidery.v1.TokenLogprobs\x12\x11\n\tembedding\x18G \x03(\x02\"A\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x32]\n\x0bNodeService\x12N\n\x07\x43onnect\x12\x1e.cidery.node.v1.ConnectRequest\x1a\x1f.cidery.node.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONNECTREQUEST']._serialized_start=118
   _globals['_CONNECTREQUEST']._serialized_end=223
   _globals['_OPEN']._serialized_start=226
-  _globals['_OPEN']._serialized_end=466
-  _globals['_ABORT']._serialized_start=468
-  _globals['_ABORT']._serialized_end=495
-  _globals['_CONNECTRESPONSE']._serialized_start=497
-  _globals['_CONNECTRESPONSE']._serialized_end=555
-  _globals['_UPDATE']._serialized_start=558
-  _globals['_UPDATE']._serialized_end=783
-  _globals['_FAILURE']._serialized_start=785
-  _globals['_FAILURE']._serialized_end=850
-  _globals['_NODESERVICE']._serialized_start=852
-  _globals['_NODESERVICE']._serialized_end=945
+  _globals['_OPEN']._serialized_end=542
+  _globals['_ABORT']._serialized_start=544
+  _globals['_ABORT']._serialized_end=571
+  _globals['_CONNECTRESPONSE']._serialized_start=573
+  _globals['_CONNECTRESPONSE']._serialized_end=631
+  _globals['_UPDATE']._serialized_start=634
+  _globals['_UPDATE']._serialized_end=929
+  _globals['_FAILURE']._serialized_start=931
+  _globals['_FAILURE']._serialized_end=996
+  _globals['_NODESERVICE']._serialized_start=998
+  _globals['_NODESERVICE']._serialized_end=1091
 # @@protoc_insertion_point(module_scope)

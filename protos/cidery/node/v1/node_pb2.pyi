@@ -17,7 +17,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "block_hashes", "sampling", "boundaries", "root_hash", "handling", "tenant_weight")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "block_hashes", "sampling", "boundaries", "root_hash", "handling", "tenant_weight", "first_scored", "pooling", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,9 @@ class Open(_message.Message):
     ROOT_HASH_FIELD_NUMBER: _ClassVar[int]
     HANDLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SCORED_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -36,7 +39,10 @@ class Open(_message.Message):
     root_hash: bytes
     handling: _handling_pb2.Handling
     tenant_weight: float
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., boundaries: _Optional[_Iterable[int]] = ..., root_hash: _Optional[bytes] = ..., handling: _Optional[_Union[_handling_pb2.Handling, _Mapping]] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
+    first_scored: int
+    pooling: _sampling_pb2.Pooling
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., boundaries: _Optional[_Iterable[int]] = ..., root_hash: _Optional[bytes] = ..., handling: _Optional[_Union[_handling_pb2.Handling, _Mapping]] = ..., tenant_weight: _Optional[float] = ..., first_scored: _Optional[int] = ..., pooling: _Optional[_Union[_sampling_pb2.Pooling, str]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id",)
@@ -51,7 +57,7 @@ class ConnectResponse(_message.Message):
     def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ...) -> None: ...
 
 class Update(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "queue_s", "failure")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "queue_s", "failure", "prompt_logprobs", "embedding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +65,8 @@ class Update(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
@@ -66,7 +74,9 @@ class Update(_message.Message):
     num_cached_tokens: int
     queue_s: float
     failure: Failure
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
+    embedding: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("reason", "message", "retry_after_s")

@@ -1,0 +1,138 @@
+"""Attention of a step's rows over one layer's pools: which way each row goes, by kernel or in plain MLX.
+
+Decode rows and prefill rows are decided apart. A kernel takes all rows of its kind in one launch; plain MLX takes them
+by groups of alike lengths and by spans, gathering what they see.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from worker import odd_attention
+from worker.batch import Batch
+from worker.cascade import cascade_attention
+from worker.group_rows import GroupRows
+from worker.kv_shapes import LayerShape, ReachKind
+from worker.metal import twins
+from worker.metal.dispatch import Kernels
+from worker.metal.kv_pools import KVPool
+from worker.metal.prefill_rows import PrefillOptions
+from worker.odd_attention import PLAIN, Extras
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One layer's attention in one step. `scale` is that of the scores."""
+
+    shape: LayerShape
+    batch: Batch
+    rows: GroupRows
+    kernels: Kernels
+    scale: float
+    extras: Extras = PLAIN
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer attends as plain kernels do, but perhaps for its reach."""
+        return self.extras is PLAIN and self.shape.head_dim == self.shape.value_head_dim
+
+
+def attends_to_fresh_keys(call: LayerCall) -> bool:
+    """Whether the step's own keys are the whole context, in the order that attention takes: a prompt's first chunk."""
+    batch, rows = call.batch, call.rows
+    if call.shape.quantization is not None and call.kernels.prefill is not None:
+        # What kernels write need not be what MLX rounds to, bit for bit.
+        return False
+    if not (batch.is_flat and rows.prefills and call.is_plain and batch.spans[0].start == 0):
+        return False
+    return isinstance(rows.prefills[0].mask, str)
+
+
+def fresh(call: LayerCall, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    """Causal attention of a flat step among its own tokens."""
+    return twins.causal(queries, keys, values, call.scale)
+
+
+def attend(call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, *, after: mx.array | None) -> mx.array:
+    """Over pools of keys and values; shape of the queries, with the values' last dimension."""
+    batch, rows, kernels, heads = call.batch, call.rows, call.kernels, call.shape.num_kv_heads
+    if rows.shared is not None:
+        return cascade_attention(queries, keys, values, rows, heads, call.scale)
+    pools, outputs = (keys, values), []
+    for group in rows.decode_groups:
+        part = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]
+        if kernels.decode is not None:
+            soft_cap, sinks = call.extras.soft_cap or 0.0, call.extras.sinks
+            output = kernels.decode(
+                part.astype(keys.dtype), *pools, group, heads, call.scale, softcap=soft_cap, sinks=sinks, after=after
+            )
+            outputs.append(output.astype(queries.dtype))
+        elif call.is_plain and group.num_hidden is None:
+            outputs.append(twins.paged_decode(part, *pools, group, heads, call.scale))
+        else:
+            outputs.append(odd_attention.decode(part, pools, group, heads, call.scale, call.extras))
+    if kernels.prefill is not None and rows.prefills:
+        outputs.append(_prefill_by_kernel(call, queries, keys, values, after))
+    else:
+        outputs += _prefills(call, queries, pools)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def attend_latent(
+    call: LayerCall, queries: mx.array, rotary: mx.array, latents: KVPool, *, after: mx.array | None
+) -> mx.array:
+    """Latent attention over a pool of latents with their rotary keys; the result is as wide as a latent.
+
+    Queries `[rows, heads, 1, latent_dim]`; `rotary [rows, heads, 1, rope_dim]` is scaled already.
+    """
+    rows, kernels, scale, latent_dim = call.rows, call.kernels, call.scale, queries.shape[-1]
+    queries = mx.concatenate([queries, rotary * (1.0 / scale)], axis=-1)
+    outputs = []
+    for group in rows.decode_groups:
+        part = queries if queries.shape[0] == group.last - group.first else queries[group.first : group.last]
+        if kernels.latent_decode is not None and isinstance(latents, mx.array):
+            part = part.astype(latents.dtype)
+            output = kernels.latent_decode.decode_latent(part, latents, latent_dim, group, scale, after=after)
+            outputs.append(output.astype(queries.dtype))
+        else:
+            outputs.append(odd_attention.latent_decode(part, latents, latent_dim, group, scale))
+    for span in rows.prefills:
+        part = queries[span.first : span.last].transpose(2, 1, 0, 3)
+        output = odd_attention.latent_prefill(part, latents, latent_dim, span, scale)
+        outputs.append(output.transpose(2, 1, 0, 3))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _prefills(call: LayerCall, queries: mx.array, pools: odd_attention.Pools) -> list[mx.array]:
+    batch, heads, outputs = call.batch, call.shape.num_kv_heads, []
+    for span in call.rows.prefills:
+        part = queries if batch.is_flat else queries[span.first : span.last].transpose(2, 1, 0, 3)
+        if call.is_plain and isinstance(span.mask, str):
+            output = twins.paged_prefill(part, *pools, span, heads, call.scale)
+        else:
+            output = odd_attention.prefill(part, pools, span, heads, call.scale, call.extras)
+        outputs.append(output if batch.is_flat else output.transpose(2, 1, 0, 3))
+    return outputs
+
+
+def _prefill_by_kernel(
+    call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, after: mx.array | None
+) -> mx.array:
+    """All prefill rows: `[rows, heads, 1, head_dim]`, or `[1, heads, rows, head_dim]` in a flat step."""
+    assert call.kernels.prefill is not None
+    is_flat, reach = call.batch.is_flat, call.shape.reach
+    options = PrefillOptions(
+        call.scale,
+        window=reach.size if reach.kind is ReachKind.WINDOW else 0,
+        chunk=reach.size if reach.kind is ReachKind.CHUNK else 0,
+        softcap=call.extras.soft_cap or 0.0,
+        sinks=call.extras.sinks,
+    )
+    packed = queries[0].swapaxes(0, 1) if is_flat else queries[:, :, 0]
+    keys, values = (
+        pool.reshape(-1, call.shape.num_kv_heads, *pool.shape[1:]) if isinstance(pool, mx.array) else pool
+        for pool in (keys, values)
+    )
+    output = call.kernels.prefill(packed.astype(keys.dtype), keys, values, call.rows.prefill_rows, options, after)
+    output = output.astype(queries.dtype)
+    return output.swapaxes(0, 1)[None] if is_flat else output[:, :, None]
