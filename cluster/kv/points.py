@@ -16,7 +16,7 @@ _CUT_BELIEF = 0.1
 class PointKind(IntEnum):
     """Where a resume point comes from; of several at one place the greatest counts."""
 
-    # On the way of a long prefill: worth keeping only in memory that lies idle.
+    # On the way of a long prefill: nobody stops there but who finds the rest evicted.
     INTERVAL = 0
     # A later message ended.
     MESSAGE = 1
@@ -80,8 +80,10 @@ class StopModel:
 
     def _cut_share(self, segment: Segment) -> float:
         """Where several go on below, one of them is likely to be left."""
-        below = segment
-        while len(below.children) == 1 and (below is segment or not below.is_point):
+        if len(segment.children) != 1:
+            return 0.0
+        (below,) = segment.children.values()
+        while len(below.children) == 1 and not below.is_point:
             (below,) = below.children.values()
         return self._num_cuts / self._num_returns * (below.end - segment.end) / below.end
 

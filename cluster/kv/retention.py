@@ -283,8 +283,6 @@ class Retention:
 
     def _drop_inner(self, segment: Segment) -> None:
         """An inner point goes: its state now, its window as far as nothing else needs it."""
-        if self._is_full_only:
-            return
         states = [m for m in self._managers if m.is_state]
         if any(self._pools[m.pool_id].ref_count(segment.blocks[m.group_id][-1]) for m in states):
             return  # A sequence is just starting from it.
