@@ -44,9 +44,9 @@ class StopModel:
     """How likely a use of what lies at or below an inner point stops there, because requests part at it.
 
     As long as none has parted at the very point, that is learned from all points of its kind that have been passed as
-    often. Besides, a use stops there if what goes on has been evicted meanwhile, but not the point: so often as returning
-    prefixes are found cut at all, times the chance that the cut falls before the next point. How deep a cut goes is
-    taken to have no scale: it falls between two lengths by the share in which they differ.
+    often. Besides, a use stops there if what goes on has been evicted meanwhile, but not the point: as often as
+    returning prefixes are found cut at all, times the chance that the cut falls before the next point. How deep a cut
+    goes is taken to have no scale: it falls between two lengths by the share in which they differ.
     """
 
     def __init__(self) -> None:
