@@ -31,7 +31,8 @@ _CHEAP, _POINT, _PINNED = 0, 1, 2
 # Of the memory, what pins may hold at most: the rest stays open to everyone.
 _PIN_SHARE = 0.5
 
-# Kind, rank, a number of its own, whose point.
+# Kind, rank and a number of its own, all negated, and whose point: the greatest goes first, off a list's end. What is
+# left behind ranks by age, the oldest first.
 Entry = tuple[int, float, int, Segment]
 
 
@@ -108,7 +109,7 @@ class Retention:
         """
         ranked_at = -1
         while not is_enough():
-            if self._left_behind and (not self._queue or self._queue[-1][0] != _CHEAP):
+            if self._left_behind and (not self._queue or -self._queue[-1][0] != _CHEAP):
                 segment, start = next(iter(self._left_behind.items()))
                 del self._left_behind[segment]
                 self.evictor.thin_from(segment, start)
@@ -120,12 +121,13 @@ class Retention:
                 self._rank()
                 ranked_at = self.evictor.num_evicted
                 continue
-            kind, rank, _, segment = self._queue[-1]
-            if worth is not None and (kind, rank) >= (_POINT, worth):
+            entry = self._queue[-1]
+            if worth is not None and entry[:2] <= (-_POINT, -worth):
                 return False
             self._queue.pop()
-            if segment.parent is not None and not self._rises(segment, kind, rank):
-                self._evict(segment, kind, lacking())
+            segment = entry[3]
+            if segment.parent is not None and not self._rises(entry):
+                self._evict(segment, -entry[0], lacking())
         return True
 
     def designate(self, segment: Segment, kind: PointKind) -> None:
@@ -203,11 +205,11 @@ class Retention:
             if self.evictor.has_windows:
                 reach[segment] = needed = self.evictor.needed_from(segment, reach)
                 if self.evictor.has_left_behind(segment, needed):
-                    self._queue.append((_CHEAP, clock - segment.last_use, self._number(), segment))
+                    self._queue.append((-_CHEAP, clock - segment.last_use, self._number(), segment))
             entry = self._entry_of(segment)
             if entry is not None:
                 self._queue.append(entry)
-        self._queue.sort(key=_eviction_order, reverse=True)
+        self._queue.sort()
 
     def _entry_of(self, segment: Segment) -> Entry | None:
         """Where in the order the segment's point goes; None if evicting it would free nothing."""
@@ -230,24 +232,25 @@ class Retention:
         if not is_leaf:
             lost *= self._stops.share(segment)
         rank = self._policy.rank(segment.gap, segment.priority, self.clock - segment.last_use, lost, freed)
-        return self._kind_of(segment), rank, self._number(), segment
+        return -self._kind_of(segment), -rank, self._number(), segment
 
     def _enqueue(self, segment: Segment) -> None:
         """Queue a point that there was not at the last ranking, or what has become a leaf."""
         entry = self._entry_of(segment)
         if entry is not None:
-            insort(self._queue, entry, key=_descending)
+            insort(self._queue, entry)
 
-    def _rises(self, segment: Segment, kind: int, rank: float) -> bool:
+    def _rises(self, old: Entry) -> bool:
         """Queue a segment again whose rank has risen since: what hung on it is gone, or it has been used."""
-        if kind == _CHEAP:
+        kind, rank, _, segment = old
+        if -kind == _CHEAP:
             return False
         entry = self._entry_of(segment)
         if entry is None:
             return True
-        if entry[:2] <= (kind, rank):
+        if entry[:2] >= (kind, rank):
             return False
-        insort(self._queue, entry, key=_descending)
+        insort(self._queue, entry)
         return True
 
     def _kind_of(self, segment: Segment) -> int:
@@ -270,7 +273,7 @@ class Retention:
                 self.pinned_bytes += num_bytes
 
     def _number(self) -> int:
-        self._next_number += 1
+        self._next_number -= 1
         return self._next_number
 
     def _evict(self, segment: Segment, kind: int, num_blocks: int) -> None:
@@ -326,14 +329,3 @@ class Retention:
         while len(self._ghosts) >= _MAX_GHOSTS:
             del self._ghosts[next(iter(self._ghosts))]
         self._ghosts[bytes(segment.hash_at(segment.end - 1))] = (segment.last_use, segment.gap)
-
-
-def _eviction_order(entry: Entry) -> tuple[int, float, int]:
-    """What goes first sorts first; left-behind windows by age, the oldest first."""
-    kind, rank, number, _ = entry
-    return (kind, -rank if kind == _CHEAP else rank, number)
-
-
-def _descending(entry: Entry) -> tuple[int, float, int]:
-    kind, rank, number = _eviction_order(entry)
-    return (-kind, -rank, -number)
