@@ -24,7 +24,7 @@ class _CachingCoordinator(KVCacheCoordinator):
         # Grows when a state or a missing block becomes findable: a look-up made before may find more now.
         self.num_filled = 0
         # Blocks between points on the way where windows make them; states take pages of their own, by checkpoints.
-        has_intervals = self.retention.evictor.has_windows and not self._state_managers
+        has_intervals = policy.weighs_costs and self.retention.evictor.has_windows and not self._state_managers
         self._interval = max(1, _INTERVAL_TOKENS // self.block_size) if has_intervals else 0
 
     @property

@@ -257,12 +257,15 @@ class TestPointsOnTheWay:
         kv.check()
         assert session.lookup(prompt).num_tokens == 8192
 
-    def test_states_and_full_attention_make_none(self):
-        for specs in ([FULL], [FULL, STATE]):
-            kv = kv_of(specs, 2000)
-            Session(kv).run(tokens_of(0, 9000))
-            kinds = [s.kind for s in kv._coordinator.tree.walk() if s.is_point]
-            assert PointKind.INTERVAL not in kinds
+    @pytest.mark.parametrize(
+        ("specs", "policy", "num_made"),
+        [([FULL, WINDOW], "value", 2), ([FULL], "value", 0), ([FULL, STATE], "value", 0), ([FULL, WINDOW], "lru", 0)],
+    )
+    def test_windows_make_them_if_the_policy_can_tell_what_they_are_worth(self, specs, policy, num_made):
+        kv = kv_of(specs, 2000, policy=policy)
+        Session(kv).run(tokens_of(0, 9000))
+        kinds = [s.kind for s in kv._coordinator.tree.walk() if s.is_point]
+        assert kinds.count(PointKind.INTERVAL) == num_made
 
 
 class TestCheckpoints:
