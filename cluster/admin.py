@@ -242,6 +242,8 @@ def _mac(status: MacStatus, manager: ManagerStatus | None) -> admin_pb2.Mac:
                     num_cached_tokens=stats.num_cached_tokens,
                     num_generated_tokens=manager.num_generated_tokens,
                     num_worker_restarts=manager.num_worker_restarts,
+                    num_drafted_tokens=stats.num_drafted_tokens,
+                    num_accepted_tokens=stats.num_accepted_tokens,
                 )
             )
     return message

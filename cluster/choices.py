@@ -61,6 +61,8 @@ def usage_of(completed: list[Completed]) -> Completed:
         completed[0],
         num_cached_tokens=min(each.num_cached_tokens for each in completed),
         num_completion_tokens=sum(each.num_completion_tokens for each in completed),
+        num_drafted_tokens=sum(each.num_drafted_tokens for each in completed),
+        num_accepted_tokens=sum(each.num_accepted_tokens for each in completed),
         queue_s=max(each.queue_s for each in completed),
         first_token_s=min(each.first_token_s for each in completed),
         total_s=max(each.total_s for each in completed),

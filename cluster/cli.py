@@ -15,11 +15,14 @@ from cluster import ray_environment
 from cluster.cli_channel import DEFAULT_ADDRESS, channel, checked_utf8
 from cluster.cli_types import Bytes, NamedFolder, TenantWeight, quantization_options
 from cluster.config import (
+    MAX_SPECULATIVE_TOKENS,
+    SPECULATION_METHODS,
     BatchConfig,
     GatewayConfig,
     KVConfig,
     MacConfig,
     ModelConfig,
+    SpeculationConfig,
     bundled_model,
     default_model_name,
 )
@@ -124,6 +127,23 @@ main.add_command(lora)
 @click.option("--max-num-seqs", default=64, show_default=True, help="Requests that one Mac runs at once.")
 @click.option("--max-num-batched-tokens", default=512, show_default=True, help="Tokens of one step of one Mac.")
 @click.option(
+    "--speculative-method",
+    "--speculative",
+    type=click.Choice(SPECULATION_METHODS),
+    default="off",
+    show_default=True,
+    help="Guess tokens and verify several in a step: by look-up in the text so far (ngram), by a draft model, or "
+    "whichever pays at the time (auto). A request may choose otherwise.",
+)
+@click.option("--draft-model", default=None, help="Folder or hub id of a smaller model with the same tokens.")
+@click.option(
+    "--num-speculative-tokens",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1, MAX_SPECULATIVE_TOKENS),
+    help="Guessed tokens of one request in a step, at most.",
+)
+@click.option(
     "--request-log",
     default=None,
     type=click.Path(dir_okay=False),
@@ -160,6 +180,7 @@ def serve(**options: Any) -> None:
                 options["lora_memory"],
             ),
             BatchConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
+            SpeculationConfig(options["speculative_method"], options["num_speculative_tokens"], options["draft_model"]),
         )
         gateway = GatewayConfig(
             options["host"],

@@ -27,7 +27,16 @@ from cluster.request_log import RequestLog
 from cluster.router_actor import RequestNotes
 from cluster.routing.decision import Decision, RouteQuery
 from cluster.sampling import SamplingRequest, check_token_ids, resolve
-from cluster.scheduling.request import Finish, Pooling, Reading, Request, SamplingParams, TokenLogprobs, Update
+from cluster.scheduling.request import (
+    Finish,
+    Pooling,
+    Reading,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    Update,
+    one_by_one,
+)
 from cluster.served_models import ServedModel
 from cluster.tokenizer import Detokenizer, Prompt, StopStrings
 
@@ -84,6 +93,9 @@ class Completed:
     seed: int
     stop: str | None
     embedding: tuple[float, ...] = ()
+    # Tokens guessed on Macs, and those of the answer that were guessed.
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 Event = TextChunk | Completed
@@ -96,6 +108,8 @@ class _Progress:
     token_ids: list[int] = field(default_factory=list)
     excluded: set[str] = field(default_factory=set)
     num_cached_tokens: int | None = None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     route_s: float = 0.0
     queue_s: float = 0.0
     first_token_s: float = 0.0
@@ -263,10 +277,14 @@ class Conductor:
                 if progress.num_cached_tokens is None:
                     progress.num_cached_tokens = update.num_cached_tokens
                     progress.queue_s = update.queue_s
-                progress.token_ids.extend(update.token_ids)
                 progress.num_scored += len(update.prompt_logprobs)
                 progress.embedding = update.embedding
-                yield update
+                # A stop string may end the answer between two tokens of a step.
+                for each in one_by_one(update) if job.asked.stop else (update,):
+                    progress.token_ids.extend(each.token_ids)
+                    progress.num_drafted_tokens += each.num_drafted_tokens
+                    progress.num_accepted_tokens += each.num_accepted_tokens
+                    yield each
 
     async def _route(self, job: Job, request: Request, progress: _Progress) -> Decision:
         """Chooses and books; waits a while when no Mac is ready, because one may be coming back."""
@@ -412,6 +430,8 @@ def _completed(job: Job, progress: _Progress, finish: Finish, seed: int, stop: s
         num_prompt_tokens=len(job.prompt.token_ids),
         num_cached_tokens=progress.num_cached_tokens or 0,
         num_completion_tokens=len(progress.token_ids),
+        num_drafted_tokens=progress.num_drafted_tokens,
+        num_accepted_tokens=progress.num_accepted_tokens,
         route_s=progress.route_s,
         queue_s=progress.queue_s,
         first_token_s=progress.first_token_s,

@@ -15,6 +15,9 @@ MAX_NODE_MESSAGE_BYTES = 64 * 1024 * 1024
 LINK_HEARTBEAT_S = 1.0
 LINK_SILENCE_S = 5.0
 
+SPECULATION_METHODS = ("off", "ngram", "draft", "auto")
+# A step's lookahead stays within a block or two.
+MAX_SPECULATIVE_TOKENS = 15
 # Keys and values may be quantised to so many bits, in groups of so many elements: what the worker's kernels read.
 KV_BITS = (4, 8)
 KV_GROUP_SIZES = (32, 64)
@@ -110,12 +113,41 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How tokens are guessed for requests that don't say; see protos/cidery/v1/sampling.proto."""
+
+    method: str = "off"
+    # Guessed tokens of one sequence in a step, at most.
+    num_tokens: int = 8
+    # A folder or hub id of a smaller model with the same tokens.
+    draft_model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in SPECULATION_METHODS:
+            raise ValueError(f"speculative method must be {', '.join(SPECULATION_METHODS)}, got {self.method!r}")
+        if not 1 <= self.num_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, got {self.num_tokens}"
+            )
+        if self.method == "draft" and self.draft_model is None:
+            raise ValueError("speculative method draft needs a draft model")
+        if self.method in ("off", "ngram") and self.draft_model is not None:
+            raise ValueError(f"speculative method {self.method} has no use for a draft model; leave one of them out")
+
+    @property
+    def max_drafts(self) -> int:
+        """Guessed tokens of one sequence in a step; 0 if nothing is guessed."""
+        return 0 if self.method == "off" else self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class MacConfig:
     """One KVManager and its worker."""
 
     model: ModelConfig
     kv: KVConfig = field(default_factory=KVConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: what travels to the actor, and what tells whether a running actor has the same settings."""
@@ -124,7 +156,12 @@ class MacConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of `to_dict`."""
-        return cls(ModelConfig(**values["model"]), KVConfig(**values["kv"]), BatchConfig(**values["batch"]))
+        return cls(
+            ModelConfig(**values["model"]),
+            KVConfig(**values["kv"]),
+            BatchConfig(**values["batch"]),
+            SpeculationConfig(**values["speculation"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,10 @@ class _Fleet(Collector):
         yield _gauge("cidery_mac_waiting", "Requests waiting", waiting)
         preemptions = [((m.name,), m.scheduling.num_preemptions) for m in known]
         yield _counter("cidery_mac_preemptions", "Requests preempted for want of KV memory", preemptions)
+        drafted = [((m.name,), m.scheduling.num_drafted_tokens) for m in known]
+        yield _counter("cidery_mac_drafted_tokens", "Tokens guessed and verified", drafted)
+        accepted = [((m.name,), m.scheduling.num_accepted_tokens) for m in known]
+        yield _counter("cidery_mac_accepted_tokens", "Generated tokens that had been guessed", accepted)
         failures = [((m.name, kernel), count) for m in known for kernel, count in sorted(m.kernel_failures.items())]
         text = "Starts of a worker at which a Metal kernel failed its self-test, and plain MLX ran in its place"
         yield _counter("cidery_mac_kernel_failures", text, failures, "kernel")

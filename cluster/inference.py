@@ -15,7 +15,7 @@ from cluster.embeddings import EmbedJob, check_num_inputs, embed
 from cluster.errors import InvalidRequest
 from cluster.handling import SESSION_HEADER, Handling
 from cluster.sampling import SamplingRequest, check_num_answers
-from cluster.scheduling.request import TokenLogprobs
+from cluster.scheduling.request import Speculation, TokenLogprobs
 from cluster.served_models import ServedModel, ServedModels
 from cluster.tokenizer import Message, Prompt, Tokenizer
 from protos.cidery.v1 import handling_pb2, inference_pb2, sampling_pb2
@@ -187,7 +187,15 @@ def sampling_request(message: sampling_pb2.SamplingParams) -> SamplingRequest:
         xtc_probability=real("xtc_probability"),
         xtc_threshold=real("xtc_threshold"),
         grammar=_grammar(message.grammar),
+        speculation=_speculation(message.speculation),
     )
+
+
+def _speculation(value: int) -> Speculation:
+    known = wire.SPECULATION_FROM_PROTO
+    if value not in known:
+        raise InvalidRequest("speculation", f"must be a value of the enum Speculation, 0 to {max(known)}, got {value}")
+    return known[value]  # type: ignore[index]
 
 
 def _grammar(message: sampling_pb2.Grammar) -> grammars.Grammar | None:
@@ -227,6 +235,8 @@ def _completion(event: Completed) -> inference_pb2.Completion:
             num_prompt_tokens=event.num_prompt_tokens,
             num_cached_tokens=event.num_cached_tokens,
             num_completion_tokens=event.num_completion_tokens,
+            num_drafted_tokens=event.num_drafted_tokens,
+            num_accepted_tokens=event.num_accepted_tokens,
         ),
         timings=inference_pb2.Timings(
             route_s=event.route_s, queue_s=event.queue_s, first_token_s=event.first_token_s, total_s=event.total_s

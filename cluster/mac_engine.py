@@ -31,6 +31,7 @@ from cluster.mac_adapters import MacAdapters
 from cluster.mac_memory import kv_format, plan_kv
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.routing.speed import StepSample
+from cluster.sampling import with_speculation
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.request import Update
@@ -186,6 +187,7 @@ class MacEngine:
                 "root_hash", f"the gateway's model, tokenizer, KV format or block size differs from {self.mac}'s"
             )
         request = wire.request_from_open(message, self.described.eos_token_ids)
+        request = replace(request, sampling=with_speculation(request.sampling, self._config.speculation))
         if request.adapter:
             self.adapters.require(request.adapter)
         rules = request.sampling.rules
@@ -211,7 +213,10 @@ class MacEngine:
 
     async def _run_worker(self) -> None:
         """From the start of one worker to its end."""
-        worker = await WorkerProcess.start(self._config, self._folder, self._log_path)
+        # Once: a restarted worker gets the memory that was planned then, and has requests waiting for it.
+        worker = await WorkerProcess.start(
+            self._config, self._folder, self._log_path, measures_steps=self.scheduler is None
+        )
         self._worker = worker
         try:
             described = await worker.connect()
@@ -226,9 +231,9 @@ class MacEngine:
             await self._load_adapters(worker)
             self._is_running = True
             log.info(
-                "worker ready mac=%s pid=%d device=%s kernels=%s kv=%s kv_bytes=%d num_blocks=%d activation_bytes=%d",
-                *(self.mac, worker.pid, described.device, described.kernels, kv_format(described)),
-                *(answer.configured.kv_bytes, sum(configure.num_blocks), described.activation_bytes),
+                "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
+                *(self.mac, worker.pid, described.device, described.kernels),
+                *(answer.configured.kv_bytes, sum(configure.num_blocks)),
             )
             self._on_change()
             self._pump()
@@ -337,6 +342,11 @@ class MacEngine:
             layout = plan_kv(described, config.kv, max_model_len=self.max_model_len, max_in_flight_tokens=in_flight)
         except ValueError as error:
             raise StartupFailed(f"{self.mac}: {error}") from error
+        log.info(
+            "memory planned mac=%s limit_bytes=%d weights_bytes=%d activation_bytes=%d kv_bytes=%d kv=%s",
+            *(self.mac, described.memory_limit_bytes, described.weights_bytes, described.activation_bytes),
+            *(layout.budget_bytes, kv_format(described)),
+        )
         self.root = root_hash(
             model=self._digests[0],
             tokenizer=self._digests[1],
@@ -356,6 +366,7 @@ class MacEngine:
             max_model_len=self.max_model_len,
             max_waiting=batch.max_waiting,
             max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
+            num_speculative_tokens=self._config.speculation.max_drafts,
         )
 
     def _pump(self) -> None:
@@ -378,7 +389,9 @@ class MacEngine:
         self._pump()  # before anything else: the worker must not wait for us
         self.num_steps += 1
         self.num_generated_tokens += sum(len(update.token_ids) for update in updates)
-        self.step_samples.append(replace(sample, seconds=result.run_s))
+        # Drafts are rows too, or rows would seem dearer where tokens are guessed.
+        num_rows = sample.num_decoding + sum(each.num_drafts for each in result.speculated)
+        self.step_samples.append(replace(sample, num_decoding=num_rows, seconds=result.run_s))
         self._deliver(updates)
         if any(update.finish is not None for update in updates):
             self._on_change()

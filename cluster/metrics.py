@@ -29,6 +29,10 @@ class Metrics:
             "cidery_cached_tokens", "Prompt tokens found in a Mac's cache", labels, registry=self.registry
         )
         self._generated = Counter("cidery_generated_tokens", "Generated tokens", labels, registry=self.registry)
+        self._drafted = Counter("cidery_drafted_tokens", "Tokens guessed and verified", labels, registry=self.registry)
+        self._accepted = Counter(
+            "cidery_accepted_tokens", "Generated tokens that had been guessed", labels, registry=self.registry
+        )
         self._first = Histogram(
             "cidery_first_token_seconds", "Arrival to first token", labels, buckets=_SECONDS, registry=self.registry
         )
@@ -74,6 +78,8 @@ class Metrics:
         self._prompt.labels(model).inc(completed.num_prompt_tokens)
         self._cached.labels(model).inc(completed.num_cached_tokens)
         self._generated.labels(model).inc(completed.num_completion_tokens)
+        self._drafted.labels(model).inc(completed.num_drafted_tokens)
+        self._accepted.labels(model).inc(completed.num_accepted_tokens)
 
 
 class ObservedRequest:

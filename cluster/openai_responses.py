@@ -56,6 +56,10 @@ def usage_body(completed: Completed) -> dict[str, Any]:
         "completion_tokens": completed.num_completion_tokens,
         "total_tokens": completed.num_prompt_tokens + completed.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": completed.num_cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": completed.num_accepted_tokens,
+            "rejected_prediction_tokens": completed.num_drafted_tokens - completed.num_accepted_tokens,
+        },
     }
 
 

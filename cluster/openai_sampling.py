@@ -8,6 +8,7 @@ from cluster.errors import InvalidRequest
 from cluster.grammars import Grammar
 from cluster.json_fields import integer, is_int, kind_of, number, typed
 from cluster.sampling import SamplingRequest
+from cluster.scheduling.request import Speculation
 
 _MAX_ID_DIGITS = 10
 
@@ -35,6 +36,7 @@ def parse_sampling(body: Mapping[str, Any], *, is_chat: bool) -> SamplingRequest
         xtc_probability=number(body, "xtc_probability"),
         xtc_threshold=number(body, "xtc_threshold"),
         grammar=_grammar(body),
+        speculation=_speculation(body),
         num_prompt_logprobs=_prompt_logprobs(body, is_chat=is_chat),
         may_draw_none=not is_chat and wants_echo(body),
     )
@@ -108,6 +110,16 @@ def _logit_bias(body: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
             raise InvalidRequest(f"logit_bias.{key}", "must be a number, got null")
         pairs.append((int(key), bias))
     return tuple(pairs)
+
+
+def _speculation(body: Mapping[str, Any]) -> Speculation:
+    name = typed(body, "speculation", str, "a string")
+    if name is None:
+        return Speculation.DEFAULT
+    allowed = [each for each in Speculation if each is not Speculation.DEFAULT]
+    if name not in allowed:
+        raise InvalidRequest("speculation", f"must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {kind_of(name)}")
+    return Speculation(name)
 
 
 def _grammar(body: Mapping[str, Any]) -> Grammar | None:

@@ -8,10 +8,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
+from cluster.config import SpeculationConfig
 from cluster.errors import InvalidRequest
 from cluster.grammars import Grammar
 from cluster.model_files import read_json
-from cluster.scheduling.request import XTC_THRESHOLD, LogitRules, SamplingParams
+from cluster.scheduling.request import XTC_THRESHOLD, LogitRules, SamplingParams, Speculation
 
 _T = TypeVar("_T")
 
@@ -50,6 +51,7 @@ class SamplingRequest:
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     grammar: Grammar | None = None
+    speculation: Speculation = Speculation.DEFAULT
     num_prompt_logprobs: int | None = None
     # Something else than an answer is wanted of the prompt, so max_tokens may be 0.
     may_draw_none: bool = False
@@ -111,7 +113,9 @@ def resolve(asked: SamplingRequest, defaults: Defaults) -> SamplingParams:
     if xtc_threshold == 0.0:
         raise InvalidRequest("xtc_threshold", "must be greater than 0 and at most 0.5, got 0")
     rules = _rules(asked, defaults)
-    return SamplingParams(temperature, top_k, top_p, min_p, seed, logprobs, xtc_probability, xtc_threshold, rules)
+    return SamplingParams(
+        *(temperature, top_k, top_p, min_p, seed, logprobs, xtc_probability, xtc_threshold, rules), asked.speculation
+    )
 
 
 def _rules(asked: SamplingRequest, defaults: Defaults) -> LogitRules:
@@ -152,6 +156,18 @@ def _check_grammar(asked: SamplingRequest) -> None:
     ):
         if value:
             raise InvalidRequest(name, f"can't be combined with {asked.grammar.field}")
+
+
+def with_speculation(params: SamplingParams, config: SpeculationConfig) -> SamplingParams:
+    """What a Mac that was started so makes of a request. Raises InvalidRequest for a way to guess that it hasn't."""
+    asked = params.speculation
+    if asked is Speculation.DEFAULT:
+        return replace(params, speculation=Speculation(config.method))
+    has = {Speculation.NGRAM: config.method != "off", Speculation.DRAFT: config.draft_model is not None}
+    if not has.get(asked, True):
+        known = ", ".join(["off", "auto", *(each for each in has if has[each])])
+        raise InvalidRequest("speculation", f"this model is served with {known}, got {asked}")
+    return replace(params, speculation=Speculation.OFF if config.method == "off" else asked)
 
 
 def check_num_answers(n: int | None) -> int:

@@ -7,7 +7,16 @@ from cluster.kv.hashing import BlockHash, join_hashes, split_hashes
 from cluster.kv.layout import KVLayout
 from cluster.kv.memory import PoolResize
 from cluster.kv.sequence import GroupBlocks
-from cluster.scheduling.plan import FilledBlock, NewSequence, PromptLogprobs, Sampled, Slice, StepPlan, StepResult
+from cluster.scheduling.plan import (
+    FilledBlock,
+    NewSequence,
+    PromptLogprobs,
+    Sampled,
+    Slice,
+    Speculated,
+    StepPlan,
+    StepResult,
+)
 from cluster.scheduling.request import (
     NO_RULES,
     XTC_THRESHOLD,
@@ -17,6 +26,7 @@ from cluster.scheduling.request import (
     Reading,
     Request,
     SamplingParams,
+    Speculation,
     TokenLogprobs,
     Update,
 )
@@ -31,6 +41,14 @@ FINISH_TO_PROTO = {
     Finish.ABORTED: sampling_pb2.FINISH_REASON_ABORTED,
 }
 FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
+SPECULATION_TO_PROTO = {
+    Speculation.DEFAULT: sampling_pb2.SPECULATION_UNSPECIFIED,
+    Speculation.OFF: sampling_pb2.SPECULATION_OFF,
+    Speculation.AUTO: sampling_pb2.SPECULATION_AUTO,
+    Speculation.NGRAM: sampling_pb2.SPECULATION_NGRAM,
+    Speculation.DRAFT: sampling_pb2.SPECULATION_DRAFT,
+}
+SPECULATION_FROM_PROTO = {value: key for key, value in SPECULATION_TO_PROTO.items()}
 POOLING_TO_PROTO = {
     None: sampling_pb2.POOLING_UNSPECIFIED,
     Pooling.LAST: sampling_pb2.POOLING_LAST,
@@ -61,6 +79,7 @@ def sampling_to_proto(params: SamplingParams, reading: Reading | None = None) ->
         message.min_tokens = rules.min_tokens
         message.banned_sequences.extend(sampling_pb2.TokenSequence(token_ids=ids) for ids in rules.banned_sequences)
         message.compiled_grammar = rules.grammar
+    message.speculation = SPECULATION_TO_PROTO[params.speculation]
     return message
 
 
@@ -76,6 +95,7 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         xtc_probability=message.xtc_probability,
         xtc_threshold=message.xtc_threshold if message.HasField("xtc_threshold") else XTC_THRESHOLD,
         rules=_rules_from_proto(message) if message.HasField("repetition_penalty") else NO_RULES,
+        speculation=SPECULATION_FROM_PROTO[message.speculation],
     )
 
 
@@ -186,6 +206,8 @@ def update_to_proto(update: Update) -> node_pb2.Update:
         finish_reason=FINISH_TO_PROTO[update.finish],
         num_cached_tokens=update.num_cached_tokens,
         queue_s=update.queue_s,
+        num_drafted_tokens=update.num_drafted_tokens,
+        num_accepted_tokens=update.num_accepted_tokens,
         prompt_logprobs=[logprobs_to_proto(logprobs) for logprobs in update.prompt_logprobs],
         embedding=update.embedding,
     )
@@ -200,6 +222,8 @@ def update_from_proto(message: node_pb2.Update) -> Update:
         finish=FINISH_FROM_PROTO[message.finish_reason],
         num_cached_tokens=message.num_cached_tokens,
         queue_s=message.queue_s,
+        num_drafted_tokens=message.num_drafted_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
         prompt_logprobs=tuple(logprobs_from_proto(logprobs) for logprobs in message.prompt_logprobs),
         embedding=tuple(message.embedding),
     )
@@ -288,6 +312,7 @@ def _slice(part: Slice) -> worker_pb2.Slice:
         num_tokens=part.num_tokens,
         samples=part.samples,
         new_blocks=_groups(part.new_blocks),
+        max_drafts=part.max_drafts,
     )
 
 
@@ -315,6 +340,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
             FilledBlock(block.seq_id, block.block_index, BlockHash(block.block_hash)) for block in message.filled_blocks
         ),
         skipped_seq_ids=tuple(message.skipped_seq_ids),
+        speculated=tuple(Speculated(row.seq_id, row.num_drafts, row.num_wanted) for row in message.speculated),
         run_s=message.timings.run_s,
         idle_s=message.timings.idle_s,
         prompt_logprobs=tuple(_prompt_logprobs(scores) for scores in message.prompt_logprobs),

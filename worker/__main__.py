@@ -14,6 +14,7 @@ from worker import blas
 from worker.config import DTYPES, WorkerConfig
 
 if TYPE_CHECKING:
+    from worker.draft import DraftModel
     from worker.engine import Engine
 
 # MLX is imported inside functions only: the BLAS must be there first.
@@ -50,6 +51,8 @@ def _parse() -> WorkerConfig:
     parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
+    parser.add_argument("--num-speculative-tokens", type=int, default=0, help="tokens that a sequence may guess a step")
+    parser.add_argument("--draft-model", help="directory or hub id of a smaller model that guesses too")
     parser.add_argument(
         "--exit-with-stdin", dest="exits_with_stdin", action="store_true", help="end when standard input does"
     )
@@ -127,6 +130,7 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     from worker.grammar import GrammarTable
     from worker.kernel_needs import needs_of
     from worker.metal.dispatch import choose_kernels, has_metal, twin_kernels
+    from worker.speculation import Speculation
 
     machine.prepare()
     memory_limit_bytes = machine.memory_limit_bytes()
@@ -139,7 +143,31 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
     kernels = choose_kernels(needs_of(loaded, config.block_size) if has_metal() else ())
-    return Engine(loaded, kernels, memory_limit_bytes=memory_limit_bytes, grammars=grammars)
+    return Engine(
+        loaded,
+        kernels,
+        memory_limit_bytes=memory_limit_bytes,
+        grammars=grammars,
+        speculation=Speculation(
+            max_drafts=config.num_speculative_tokens,
+            has_states=loaded.has_states,
+            draft=_build_draft(config, loaded.vocab_size),
+        ),
+    )
+
+
+def _build_draft(config: WorkerConfig, vocab_size: int) -> "DraftModel | None":
+    from worker import draft, machine, models
+    from worker.kernel_needs import needs_of
+    from worker.metal.dispatch import choose_kernels, has_metal
+
+    if config.draft_model is None:
+        return None
+    draft.check_tokens(models.download(config.model), models.download(config.draft_model))
+    loaded = models.load(config.draft_model, dtype=config.dtype)
+    kv_bytes = min(draft.MAX_KV_BYTES, machine.memory_limit_bytes() // draft.KV_SHARE)
+    kernels = choose_kernels(needs_of(loaded, draft.BLOCK_SIZE) if has_metal() else ())
+    return draft.DraftModel(loaded, kernels, vocab_size=vocab_size, kv_bytes=kv_bytes)
 
 
 def _watch_stdin() -> None:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class Span:
     """Positions `[start, start + len(token_ids))` of one sequence, with the block table that covers them.
 
-    `block_table` is that of the first group whose tokens are all kept; `tables` are those of every group.
+    `block_table` is that of the first group whose tokens are all kept; `tables` are those of every group. The last
+    `num_drafts` tokens are guesses: a span that samples does so behind each of them, and behind the token before.
     """
 
     token_ids: Sequence[int]
@@ -45,11 +46,17 @@ class Span:
     num_read: int = 0
     # Digest of its adapter, empty for none.
     adapter: str = ""
+    num_drafts: int = 0
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The guesses."""
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
     @property
     def num_logits(self) -> int:
         """Of its last rows, how many need logits."""
-        return max(self.num_read, int(self.samples))
+        return max(self.num_read, 1 + self.num_drafts if self.samples else 0)
 
     @property
     def end(self) -> int:
@@ -61,7 +68,7 @@ class Span:
 class Part:
     """Rows that a recurrent mixer can run at once: of sequences that have as many tokens, `[len(spans), num_tokens]`.
 
-    `is_fresh`: the sequences begin here and have no state yet.
+    `is_fresh`: the sequences begin here and have no state yet. `has_drafts`: some of the tokens are guesses.
     """
 
     first: int
@@ -69,6 +76,7 @@ class Part:
     spans: tuple[int, ...]
     num_tokens: int
     is_fresh: bool
+    has_drafts: bool = False
 
 
 class Batch:
@@ -107,6 +115,11 @@ class Batch:
         self.sampled_rows = self._sampled_rows()
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether some tokens are guesses."""
+        return any(span.num_drafts for span in self.spans)
+
+    @property
     def samples_all(self) -> bool:
         """Every row's logits are needed: no row has to be picked."""
         return len(self.sampled_rows) == self.num_tokens
@@ -139,7 +152,8 @@ class Batch:
         for (num_tokens, is_fresh), run in groupby(spans, key=lambda row: (len(row[1].token_ids), row[1].start == 0)):
             indices = tuple(index for index, _ in run)
             last = first + num_tokens * len(indices)
-            parts.append(Part(first, last, indices, num_tokens, is_fresh))
+            has_drafts = any(self.spans[index].num_drafts for index in indices)
+            parts.append(Part(first, last, indices, num_tokens, is_fresh, has_drafts))
             first = last
         return parts
 

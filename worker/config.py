@@ -14,7 +14,7 @@ class WorkerConfig:
     measured. `kv_bits` and `kv_group_size` as of `worker.kv_quantization`. `block_size` is what kernels are tested for.
     `num_threads` is the number of threads of a CPU's matrix products. With `exits_with_stdin` the process ends when its
     standard input does, which happens when the parent dies, however it dies. `max_tokens` and `temperature` belong to
-    `prompt`.
+    `prompt`. A sequence may guess up to `num_speculative_tokens` a step, by a `draft_model` too if there is one.
     """
 
     model: str
@@ -31,6 +31,8 @@ class WorkerConfig:
     prompt: str | None = None
     max_tokens: int = 256
     temperature: float = 0.0
+    num_speculative_tokens: int = 0
+    draft_model: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -41,5 +43,7 @@ class WorkerConfig:
             raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if self.num_speculative_tokens < 0:
+            raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 0")
         if (self.socket_path is None) == (self.prompt is None):
             raise ValueError("exactly one of socket_path (serve the manager) and prompt (answer it and end) is needed")

@@ -26,23 +26,32 @@ from worker.plan_blocks import PlanBlocks
 from worker.row_rules import make_rules, shape
 from worker.sampler import Draw, RowLogprobs
 from worker.sequences import SequenceState, TableLayout
+from worker.speculation import Speculation
+from worker.verification import Verified, rows_of
 
 
 class Engine:
     """A loaded model, the KV pools and the sequences of one Run stream."""
 
     def __init__(
-        self, loaded: LoadedModel, kernels: Kernels, *, memory_limit_bytes: int, grammars: GrammarTable | None = None
+        self,
+        loaded: LoadedModel,
+        kernels: Kernels,
+        *,
+        memory_limit_bytes: int,
+        grammars: GrammarTable | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """Without `grammars` no sequence may have a grammar."""
+        """Without `grammars` no sequence may have a grammar, without `speculation` none guesses tokens."""
         self._loaded = loaded
         self._kernels = kernels
         self._memory_limit_bytes = memory_limit_bytes
         self._grammars = grammars
+        self._speculation = speculation or Speculation()
         self._step = Step(kernels)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
-        self._adapters = Adapters(loaded.model, self._step)
+        self._adapters = Adapters(loaded.model, self._step, mixes_rows=loaded.layout is not Layout.DENSE)
         self._tensors: KVTensors | None = None
         self._blocks: PlanBlocks | None = None
         self._tables: TableLayout | None = None
@@ -60,7 +69,7 @@ class Engine:
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
-            weights_bytes=loaded.weights_bytes,
+            weights_bytes=loaded.weights_bytes + self._speculation.num_bytes,
             memory_limit_bytes=self._memory_limit_bytes,
             device=str(mx.device_info().get("device_name", mx.default_device())),
             kernels=self._kernels.name,
@@ -103,6 +112,7 @@ class Engine:
     def reset(self) -> None:
         """Drop all sequences and the pools, and give the memory back."""
         self._sequences.clear()
+        self._speculation.reset()
         self._tensors = self._blocks = self._tables = None
         self._step.end()
         self.caches.forget()
@@ -139,7 +149,11 @@ class Engine:
         skipped, slices = self._take_slices(plan, tensors, self._blocks)
         result = pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped)
         if slices:
+            forward_s = time.perf_counter()
             self._forward(slices, tensors, result)
+            if all(span.samples and len(span.token_ids) <= 1 + 2 * span.num_drafts for _, span in slices):
+                num_rows = sum(len(span.token_ids) for _, span in slices)
+                self._speculation.cost.ran(num_rows, time.perf_counter() - forward_s)
         elif plan.copies or plan.zeroes:
             tensors.evaluate()
         ended_s = time.perf_counter()
@@ -158,6 +172,7 @@ class Engine:
     def _release(self, seq_id: int) -> None:
         if self._sequences.pop(seq_id, None) is None:
             raise ProtocolError(f"released sequence {seq_id} is unknown")
+        self._speculation.forget(seq_id)
 
     def _admit(self, message: pb.NewSequence, blocks: PlanBlocks) -> None:
         if message.seq_id in self._sequences:
@@ -170,6 +185,8 @@ class Engine:
         assert self._tables is not None
         sequence = SequenceState(message, layout=self._tables, root=self._root, defaults=self._loaded.sampling_defaults)
         sequence.rules = make_rules(message, vocab_size, self._grammars)
+        stops = frozenset(message.stop_token_ids)
+        sequence.drafting = self._speculation.begin(message.sampling.speculation, sequence.token_ids, stops)
         self._sequences[message.seq_id] = sequence
 
     def _take_slices(
@@ -178,6 +195,7 @@ class Engine:
         """Ids of the sequences to skip, and the rest with their tokens and blocks."""
         skipped, slices = [], []
         seen: set[int] = set()
+        drafts = self._drafts(plan)
         for piece in plan.slices:
             sequence = self._sequences.get(piece.seq_id)
             if sequence is None:
@@ -193,10 +211,20 @@ class Engine:
             if piece.new_blocks:
                 blocks.check_tables(piece.new_blocks, f"sequence {piece.seq_id}")
                 sequence.append_blocks(piece.new_blocks)
-            slices.append((sequence, sequence.span(piece)))
+            slices.append((sequence, sequence.span(piece, drafts.get(piece.seq_id, ()))))
         if not self._kernels.reads_seen_slots_alone:
             self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
+
+    def _drafts(self, plan: pb.StepPlan) -> dict[int, list[int]]:
+        """Guesses by sequence, for the slices that may have some."""
+        granted = [
+            (sequence, piece.max_drafts)
+            for piece in plan.slices
+            if piece.max_drafts and (sequence := self._sequences.get(piece.seq_id)) is not None
+            if not sequence.has_ended and sequence.is_open(piece)
+        ]
+        return self._speculation.drafts(granted, len(plan.slices)) if granted else {}
 
     def _clear_open_blocks(self, spans: list[Span], tensors: KVTensors) -> None:
         """Blocks that a step begins and does not fill: plain MLX gathers them whole."""
@@ -218,7 +246,9 @@ class Engine:
             self._draw([slices[index] for index in order], logits, pooled, tensors, result)
         self._step.end()
         for sequence, span in slices:
-            for index, block_hash in sequence.filled_blocks(span.start, span.end):
+            if not span.samples:
+                sequence.ran(span)
+            for index, block_hash in sequence.filled_blocks(span.start, sequence.num_certain):
                 result.filled_blocks.add(seq_id=sequence.seq_id, block_index=index, block_hash=block_hash)
             if span.reading is not None and span.reading.is_complete(span):
                 sequence.has_ended = True
@@ -234,16 +264,16 @@ class Engine:
     ) -> None:
         """The next tokens, and what the rows say of prompts. `logits` are those of the packed spans."""
         of_drawing = reading.drawing_rows([span for _, span in packed])
-        sampling = [sequence for sequence, span in packed if span.samples]
+        verified = [rows_of(sequence, span) for sequence, span in packed if span.samples]
         if len(of_drawing) < len(logits):
             pooled.append(logits)
-        if sampling:
+        if verified:
             drawing = logits if len(of_drawing) == len(logits) else logits[mx.array(of_drawing, mx.int32)]
-            positions = [len(sequence.token_ids) for sequence in sampling]
-            shaped = shape(drawing, [sequence.rules for sequence in sampling], self._grammars)
-            draw = Draw(drawing, [sequence.sampling for sequence in sampling], positions, shaped)
+            rows = [row for each in verified for row in each.rows]
+            shaped = shape(drawing, [row.rules for row in rows], self._grammars)
+            draw = Draw(drawing, [row.sampling for row in rows], [row.position for row in rows], shaped)
             tensors.evaluate(*draw.outputs, *pooled)
-            self._report_sampled(sampling, draw, result)
+            self._report_sampled(verified, draw, tensors, result)
         else:
             tensors.evaluate(*pooled)
         if len(of_drawing) < len(logits):
@@ -292,18 +322,43 @@ class Engine:
         self.caches.forget()
         return models.sampled_logits(logits, batch) if batch.sampled_rows else None
 
-    def _report_sampled(self, sampling: list[SequenceState], draw: Draw, result: pb.StepResult) -> None:
+    def _report_sampled(self, verified: list[Verified], draw: Draw, tensors: KVTensors, result: pb.StepResult) -> None:
+        drawn = draw.token_ids()
         logprobs = draw.logprobs()
-        for row, (sequence, token_id) in enumerate(zip(sampling, draw.token_ids(), strict=True)):
-            failure = sequence.failure
-            if failure:
+        first, wrong = 0, []
+        for each in verified:
+            sequence, num_rows = each.sequence, len(each.rows)
+            if sequence.failure:
                 sequence.has_ended = True
-                result.sampled.add(seq_id=sequence.seq_id, failure=failure)
+                result.sampled.add(seq_id=sequence.seq_id, failure=sequence.failure)
+                first += num_rows
                 continue
-            stopped = sequence.append_token(token_id)
-            sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
-            if row in logprobs:
-                sampled.logprobs.CopyFrom(_logprobs_message(token_id, logprobs[row]))
+            num_taken = 0
+            for row in each.true_rows(drawn[first : first + num_rows]):
+                token_id = drawn[first + row]
+                stopped = sequence.append_token(token_id)
+                sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
+                if first + row in logprobs:
+                    sampled.logprobs.CopyFrom(_logprobs_message(token_id, logprobs[first + row]))
+                num_taken += 1
+            each.num_accepted = num_taken - 1
+            if not sequence.ran(each.span, each.num_accepted):
+                wrong.append(sequence.block_tables)
+            first += num_rows
+        tensors.settle_drafts(wrong)
+        self._report_drafts(verified, result)
+
+    def _report_drafts(self, verified: list[Verified], result: pb.StepResult) -> None:
+        for each in verified:
+            sequence, drafting = each.sequence, each.sequence.drafting
+            num_wanted = 0
+            if drafting is not None and not sequence.has_ended:
+                drafting.follow(each.span.num_drafts, each.num_accepted)
+                num_wanted = self._speculation.num_wanted(sequence, len(verified))
+            if each.drafts or num_wanted or (drafting is not None and drafting.num_wanted):
+                result.speculated.add(seq_id=sequence.seq_id, num_drafts=len(each.drafts), num_wanted=num_wanted)
+            if drafting is not None:
+                drafting.num_wanted = num_wanted
 
 
 def _logprobs_message(token_id: int, logprobs: RowLogprobs) -> sampling_pb2.TokenLogprobs:

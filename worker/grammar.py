@@ -4,8 +4,9 @@ All of a row's state follows from its grammar and its tokens. Masks of all rows 
 in parallel, while the device runs the forward; what takes longer (the vocabulary's table, compiling a grammar) runs in
 a thread and is waited for where the sequence first samples.
 
-Tokens that a grammar forces are drawn one a step, like any other: a plan has one row for the next token, and the plan
-after it is made before that token is known. They could go along as drafts of a step that verifies several rows.
+Tokens that a grammar forces are drawn like any other; where a request may guess tokens, they go along as drafts of a
+step that verifies several rows (`worker/speculation.py`), and what is guessed otherwise is cut where the grammar does
+not allow it.
 
 The table is not kept on disk: that would save two thirds of the second of CPU that it takes, and need calls back into
 Python from within masks to spell forced text as the tokenizer does.
@@ -51,6 +52,26 @@ class GrammarState:
         matcher = self.matcher()
         if matcher is not None:
             matcher.consume_token(token_id)
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens may follow each other."""
+        matcher = self.matcher()
+        return 0 if matcher is None else matcher.validate_tokens(token_ids)
+
+    def forced(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about, as the tokenizer would write them."""
+        matcher = self.matcher()
+        return [] if matcher is None else matcher.compute_ff_tokens()
+
+    def copy(self) -> "GrammarState":
+        """The same, to go on by itself."""
+        future: Future[LLMatcher] = Future()
+        matcher = self.matcher()
+        if matcher is not None:
+            future.set_result(matcher.deep_copy())
+        other = GrammarState(future)
+        other.failure = self.failure
+        return other
 
     def check(self) -> None:
         """Sets `failure` if the grammar broke off: too complex at this place, or not the one that the tokens follow."""

@@ -123,7 +123,10 @@ def begin_states(batch: Batch, tensors: KVTensors) -> None:
     fresh = {
         group: frozenset(s for s, part in zip(slots[group], parts, strict=True) if part.is_fresh) for group in groups
     }
-    tensors.begin_states(slots, fresh)
+    revocable = {
+        group: frozenset(s for s, part in zip(slots[group], parts, strict=True) if part.has_drafts) for group in groups
+    }
+    tensors.begin_states(slots, fresh, revocable)
 
 
 def install_over_slots(mixer: type) -> None:

@@ -90,6 +90,11 @@ class LoadedModel:
     weights_bytes: int
     sampling_defaults: SamplingDefaults
 
+    @property
+    def has_states(self) -> bool:
+        """Whether it has recurrent layers."""
+        return any(isinstance(shape, StateShape) for shape in self.caches)
+
 
 @dataclass(frozen=True, slots=True)
 class AttachedCaches:
@@ -125,7 +130,7 @@ class SamplingHead:
         if batch.samples_all or not batch.sampled_rows:
             return self.project(hidden)
         if batch.is_flat:
-            # A flat step has one sequence, which samples after its last token.
+            # A flat step has one sequence, which samples after its last tokens.
             return self.project(hidden[:, -len(batch.sampled_rows) :])
         return self.project(hidden[mx.array(batch.sampled_rows, mx.int32)])
 

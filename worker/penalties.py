@@ -5,6 +5,7 @@ row costs what it has of different tokens, not the vocabulary.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -54,6 +55,13 @@ class TokenCounts:
             self._ids[place] = token_id
             self._size += 1
         self._counts[place] += 1
+
+    def copy(self) -> "TokenCounts":
+        """The same, to go on by itself."""
+        other = copy(self)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        other._places = dict(self._places)
+        return other
 
     @property
     def ids(self) -> NDArray[np.int32]:

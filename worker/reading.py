@@ -112,11 +112,12 @@ def pool_rows(batch: Batch, hidden: mx.array | None) -> list[mx.array]:
 
 def drawing_rows(spans: Sequence[Span]) -> list[int]:
     """Of the logits of a step's packed spans, those after which a token is drawn."""
-    rows, end = [], 0
+    rows: list[int] = []
+    end = 0
     for span in spans:
         end += span.num_logits
         if span.samples:
-            rows.append(end - 1)
+            rows += range(end - 1 - span.num_drafts, end)
     return rows
 
 

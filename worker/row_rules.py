@@ -6,6 +6,7 @@ a copy of their own.
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -45,6 +46,31 @@ class RowRules:
     def failure(self) -> str:
         """Why the sequence can't go on; empty as long as it can."""
         return self.grammar.failure if self.grammar is not None else ""
+
+    def along(self, drafts: Sequence[int]) -> "list[RowRules]":
+        """These rules, and what they would be after each draft; the drafts must be ones that the grammar allows."""
+        steps = [self]
+        for token_id in drafts:
+            after = steps[-1]._copy()
+            after.take(token_id)
+            steps.append(after)
+        return steps
+
+    def allowed(self, drafts: list[int]) -> list[int]:
+        """The first of these tokens that the grammar lets follow each other."""
+        return drafts if self.grammar is None else drafts[: self.grammar.num_allowed(drafts)]
+
+    def forced(self) -> list[int]:
+        """Tokens that the grammar leaves no choice about."""
+        return [] if self.grammar is None else self.grammar.forced()
+
+    def _copy(self) -> "RowRules":
+        """O(different tokens) where tokens are counted."""
+        other = copy(self)
+        other._tail = self._tail.copy()
+        other.counts = None if self.counts is None else self.counts.copy()
+        other.grammar = None if self.grammar is None else self.grammar.copy()
+        return other
 
     def take(self, token_id: int) -> None:
         """The answer has one more token and goes on."""

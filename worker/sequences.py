@@ -1,12 +1,13 @@
 """What the worker knows of a sequence between steps: tokens, block tables, hash chain, sampling, whether it ended."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.kv.hashing import HASH_BYTES, BlockHash, first_extras, hash_block, split_hashes
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1.worker_pb2 import GroupBlocks, NewSequence, Slice
 from worker.batch import Span
+from worker.drafting import Drafting
 from worker.errors import ProtocolError
 from worker.models import SamplingDefaults
 from worker.reading import make_reading
@@ -44,6 +45,11 @@ class SequenceState:
             raise ProtocolError(f"sequence {self.seq_id} has no tokens; at least 1 is needed")
         self.sampling = row_sampling(self.seq_id, message.sampling, defaults, message.stop_token_ids)
         self.rules: RowRules | None = None
+        self.drafting: Drafting | None = None
+        # Tokens that have run, whose states are in their slots; None before the first slice.
+        self.num_run: int | None = None
+        # Tokens whose keys and values are there: all that ran but wrong drafts.
+        self.num_certain = 0
         self.reading = make_reading(message)
         self.append_blocks(message.block_tables)
 
@@ -82,16 +88,28 @@ class SequenceState:
             self.rules.take(token_id)
         return self.has_ended
 
-    def span(self, piece: Slice) -> Span:
-        """The slice's tokens and the blocks under them."""
+    def is_open(self, piece: Slice) -> bool:
+        """Whether the slice runs from wherever the sequence is, as one that may have drafts does."""
+        return self.drafting is not None and piece.samples and piece.num_tokens == 1 and self.num_run is not None
+
+    def span(self, piece: Slice, drafts: Sequence[int] = ()) -> Span:
+        """The slice's tokens with `drafts` behind them, and the blocks under them."""
         start, known = piece.start, len(self.token_ids)
         end = start + piece.num_tokens
+        if self.is_open(piece):
+            if start < known - 1:
+                raise self._bad_slice(start, end, f"is before the last of the {known} known tokens")
+            assert self.num_run is not None
+            start, end = self.num_run, known
+        elif piece.max_drafts:
+            raise self._bad_slice(start, end, "allows drafts where there can be none")
         if end == start:
             raise self._bad_slice(start, end, "is empty; at least 1 token is needed")
         if end > known:
             raise self._bad_slice(start, end, f"reaches beyond the {known} known tokens")
         if piece.samples and end != known:
             raise self._bad_slice(start, end, f"samples but does not end with the last of the {known} known tokens")
+        end += len(drafts)
         for group, (is_state, table) in enumerate(zip(self._layout.is_state, self.block_tables, strict=True)):
             needed = 1 if is_state else -(-end // self._block_size)
             if needed > len(table):
@@ -99,13 +117,22 @@ class SequenceState:
                 raise self._bad_slice(start, end, problem)
         main = self._layout.main_group
         table = [] if main is None else self.block_tables[main]
+        token_ids = [*self.token_ids[start:end], *drafts]
         if self.reading is None:
-            return Span(self.token_ids[start:end], start, table, piece.samples, self.block_tables, adapter=self.adapter)
+            return Span(
+                token_ids,
+                start,
+                table,
+                piece.samples,
+                self.block_tables,
+                adapter=self.adapter,
+                num_drafts=len(drafts),
+            )
         scored = self.reading.scored_positions(start, end)
         if scored and scored.stop != end + 1 - piece.samples:
             raise self._bad_slice(start, end, f"is scored up to position {scored.stop - 1}, not to its end")
         return Span(
-            self.token_ids[start:end],
+            token_ids,
             start,
             table,
             piece.samples and not self.reading.reads_only,
@@ -114,7 +141,20 @@ class SequenceState:
             # The last row of a prompt predicts no token of it, but lies behind those that do.
             len(scored) + piece.samples if scored else 0,
             self.adapter,
+            len(drafts),
         )
+
+    def ran(self, span: Span, num_accepted: int = 0) -> bool:
+        """The span has run, and so many of its drafts came true; False if that leaves the states behind.
+
+        A state that has seen a wrong draft is put back to where it was before the span, and the next span begins there.
+        """
+        self.num_certain = span.end - span.num_drafts + num_accepted
+        is_whole = num_accepted == span.num_drafts
+        keeps_states = is_whole or not any(self._layout.is_state)
+        if keeps_states:
+            self.num_run = self.num_certain
+        return keeps_states
 
     def _bad_slice(self, start: int, end: int, problem: str) -> ProtocolError:
         return ProtocolError(f"sequence {self.seq_id}: slice [{start}, {end}) {problem}")

@@ -25,17 +25,24 @@ class PendingStates:
         self._pools = pools
         self._pending: dict[Slots, list[mx.array | None]] = {}
         self._fresh: frozenset[Slots] = frozenset()
+        # What verifying sequences had before the step, until it is known which drafts were right.
+        self._revocable: frozenset[Slots] = frozenset()
+        self._before: dict[Slots, list[mx.array | None]] = {}
 
     def arrays(self) -> list[mx.array]:
         """What is pending, to be evaluated with the step that made it."""
-        return [array for arrays in self._pending.values() for array in arrays if array is not None]
+        held = [*self._pending.values(), *self._before.values()]
+        return [array for arrays in held for array in arrays if array is not None]
 
-    def begin(self, wanted: Sequence[Slots], fresh: frozenset[Slots]) -> None:
+    def begin(
+        self, wanted: Sequence[Slots], fresh: frozenset[Slots], revocable: frozenset[Slots] = frozenset()
+    ) -> None:
         """Before the graph of a step that will take these: whatever else is pending goes to its slots first.
 
-        The sequences of `fresh` slots begin in this step, and have no state yet.
+        The sequences of `fresh` slots begin in this step, and have no state yet. What those of `revocable` slots have
+        is kept until `settle_drafts`.
         """
-        self._fresh = fresh
+        self._fresh, self._revocable = fresh, revocable
         for slots in fresh:
             self._pending.pop(slots, None)
         for slots in [slots for slots in self._pending if slots not in wanted]:
@@ -44,9 +51,17 @@ class PendingStates:
     def take(self, slots: Slots) -> list[mx.array | None]:
         """Tensors `[len(slots), *shape]`; None, which mlx-lm's mixers may tell from zeros, before the first token."""
         if slots in self._pending:
-            return list(self._pending[slots])
-        if slots in self._fresh:
-            return [None] * len(self._pools)
+            taken = list(self._pending[slots])
+        elif slots in self._fresh:
+            taken = [None] * len(self._pools)
+        else:
+            taken = self._read(slots)
+        if slots in self._revocable:
+            # The first of several mixers that share a state sees it as it was.
+            self._before.setdefault(slots, list(taken))
+        return taken
+
+    def _read(self, slots: Slots) -> list[mx.array | None]:
         index = mx.array(slots, mx.int32)
 
         def reader(*arrays: mx.array, after: mx.array | None) -> tuple[mx.array, ...]:
@@ -62,6 +77,17 @@ class PendingStates:
             for array, shape, dtype in zip(arrays, self._shape.shapes, self._shape.dtypes, strict=True)
         ]
 
+    def settle_drafts(self, wrong: frozenset[int]) -> None:
+        """After the step: states in `wrong` slots have seen drafts that were not right, and are what they were."""
+        for slots, before in self._before.items():
+            is_wrong = [slot in wrong for slot in slots]
+            if all(is_wrong):
+                self._pending[slots] = before
+            elif any(is_wrong):
+                after = self._pending[slots]
+                self._pending[slots] = [_chosen(is_wrong, old, new) for old, new in zip(before, after, strict=True)]
+        self._before.clear()
+
     def settle(self) -> None:
         """Write all that is pending."""
         for slots in list(self._pending):
@@ -71,6 +97,14 @@ class PendingStates:
         for pool, array in zip(self._pools, self._pending.pop(slots), strict=True):
             content = mx.zeros((len(slots), *pool.block_shape), pool.dtype) if array is None else array
             self._writer.put(pool, content, slots)
+
+
+def _chosen(is_first: Sequence[bool], first: mx.array | None, second: mx.array | None) -> mx.array | None:
+    """Row by row; of a tensor that is not there, what the model leaves is not there either."""
+    if first is None or second is None:
+        return second
+    column = mx.array(list(is_first)).reshape(-1, *[1] * (second.ndim - 1))
+    return mx.where(column, first, second)
 
 
 def _fitted(array: mx.array, shape: Sequence[int]) -> mx.array:

@@ -22,6 +22,8 @@ class SchedulerConfig:
     max_waiting: int = 1024
     # 2: the next step is planned while one runs, so that the worker never waits for the scheduler.
     max_plans_in_flight: int = 2
+    # Guessed tokens that one sequence may run in a step beside its next one.
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         # Every running sequence gets a row in every step only if the budget has a token for each.
@@ -33,6 +35,7 @@ class SchedulerConfig:
             ("max_scored_tokens", self.max_scored_tokens, 1),
             ("max_waiting", self.max_waiting, 1),
             ("max_plans_in_flight", self.max_plans_in_flight, 1),
+            ("num_speculative_tokens", self.num_speculative_tokens, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")

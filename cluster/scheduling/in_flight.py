@@ -1,10 +1,11 @@
 """Plans whose results have not come yet."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.scheduling.errors import ProtocolError
-from cluster.scheduling.plan import StepPlan, StepResult
+from cluster.scheduling.plan import StepPlan, StepResult, by_sequence
 from cluster.scheduling.step_builder import Checkpoint
 
 
@@ -13,10 +14,11 @@ class PlanInFlight:
     """What is assumed of a plan until its result comes."""
 
     step_id: int
-    num_samples: int
     num_tokens: int
-    # (seq_id, one past its last position) of each row.
-    ends: tuple[tuple[int, int], ...]
+    # One past the last position, by sequence, of each slice that does not sample.
+    ends: Mapping[int, int]
+    # Drafts allowed, by sequence, of each slice that samples.
+    max_drafts: Mapping[int, int]
     checkpoints: tuple[Checkpoint, ...]
 
 
@@ -37,15 +39,20 @@ class PlansInFlight:
         """Of the oldest plan in flight, or of the next one if there is none."""
         return self._plans[0].step_id if self._plans else self.next_step_id
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a plan allows drafts, so that nobody knows how far it will get."""
+        return any(any(plan.max_drafts.values()) for plan in self._plans)
+
     def push(self, plan: StepPlan, checkpoints: tuple[Checkpoint, ...]) -> None:
         """The plan goes to the worker."""
         self.next_step_id += 1
         self._plans.append(
             PlanInFlight(
                 plan.step_id,
-                num_samples=sum(s.samples for s in plan.slices),
                 num_tokens=sum(s.num_tokens for s in plan.slices),
-                ends=tuple((s.seq_id, s.start + s.num_tokens) for s in plan.slices),
+                ends={s.seq_id: s.start + s.num_tokens for s in plan.slices if not s.samples},
+                max_drafts={s.seq_id: s.max_drafts for s in plan.slices if s.samples},
                 checkpoints=checkpoints,
             )
         )
@@ -62,12 +69,17 @@ class PlansInFlight:
             raise ProtocolError(f"got the result of step {result.step_id}, expected {expected}")
         plan = self._plans[0]
         # A row is skipped only after a stop token, so it would have sampled.
-        num_answers = len(result.sampled) + len(result.skipped_seq_ids)
-        if num_answers != plan.num_samples:
+        num_sampled = len({sampled.seq_id for sampled in result.sampled})
+        if num_sampled + len(result.skipped_seq_ids) != len(plan.max_drafts):
             raise ProtocolError(
-                f"step {result.step_id} sampled {len(result.sampled)} tokens and skipped "
-                f"{len(result.skipped_seq_ids)} rows, expected {plan.num_samples} in sum"
+                f"step {result.step_id} sampled for {num_sampled} sequences and skipped "
+                f"{len(result.skipped_seq_ids)}, expected {len(plan.max_drafts)} in sum"
             )
+        for seq_id, sampled in by_sequence(result.sampled).items():
+            most = 1 + plan.max_drafts.get(seq_id, 0)
+            if len(sampled) > most:
+                problem = f"sampled {len(sampled)} tokens of sequence {seq_id}, which has room for {most}"
+                raise ProtocolError(f"step {result.step_id} {problem}")
         return self._plans.popleft()
 
     def forget(self) -> None:

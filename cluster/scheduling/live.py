@@ -22,6 +22,9 @@ class LiveRequest:
 
     num_known = len(token_ids). A decoding request has num_planned + 1 == num_ahead <= max_length: its next row runs
     the newest token, known or not. Nothing is planned once num_ahead == max_length.
+
+    Where plans in flight allow drafts, num_planned and num_ahead are what they are if all drafts come true; each result
+    takes back what did not.
     """
 
     request: Request
@@ -40,6 +43,8 @@ class LiveRequest:
     is_overdue: bool = False
     # The worker's name for it, new at every admission; 0 before the first, an id that the worker never sees.
     seq_id: int = 0
+    # What the worker would like to guess beside its next row.
+    num_wanted_drafts: int = 0
     # The newest plan that has a row of it.
     last_step_id: int = 0
     num_cached_tokens: int = 0

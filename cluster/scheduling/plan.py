@@ -36,13 +36,17 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Positions [start, start + num_tokens) of one sequence; `samples` if the token after the last is drawn."""
+    """Positions [start, start + num_tokens) of one sequence; `samples` if the token after the last is drawn.
+
+    Where drafts are allowed, `start` is the furthest that the sequence can have got to.
+    """
 
     seq_id: int
     start: int
     num_tokens: int
     samples: bool
     new_blocks: GroupBlocks
+    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One drawn token; `stopped` if it is one of the sequence's stop tokens.
+    """One drawn token, of maybe several of its sequence; `stopped` if it is one of the sequence's stop tokens.
 
     `failure` not empty: there is no token, and the sequence can't go on. `is_read`: there is none, and none was wanted;
     `embedding` is what was pooled then.
@@ -98,6 +102,15 @@ class FilledBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculated:
+    """What became of a sequence's drafts; `num_wanted` are to be allowed in its next slice."""
+
+    seq_id: int
+    num_drafts: int
+    num_wanted: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the worker did in one step; `skipped_seq_ids` had ended by a stop token before it ran."""
 
@@ -107,7 +120,16 @@ class StepResult:
     skipped_seq_ids: tuple[int, ...] = ()
     run_s: float = 0.0
     idle_s: float = 0.0
+    speculated: tuple[Speculated, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+def by_sequence(sampled: Iterable[Sampled]) -> dict[int, list[Sampled]]:
+    """The tokens of each sequence, in order."""
+    found: dict[int, list[Sampled]] = {}
+    for each in sampled:
+        found.setdefault(each.seq_id, []).append(each)
+    return found
 
 
 def runs_of(blocks: Iterable[FilledBlock]) -> list[tuple[int, int, bytes]]:

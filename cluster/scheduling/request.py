@@ -1,7 +1,7 @@
 """A request as the scheduler sees it, and what it reports of one."""
 
-from dataclasses import dataclass
-from enum import Enum, auto
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum, auto
 
 from cluster.kv.hashing import BlockHash
 
@@ -22,6 +22,16 @@ class LogitRules:
     grammar: str = ""
 
 
+class Speculation(StrEnum):
+    """How tokens are guessed, to be verified several in a step; DEFAULT: as the Mac was started."""
+
+    DEFAULT = auto()
+    OFF = auto()
+    AUTO = auto()
+    NGRAM = auto()
+    DRAFT = auto()
+
+
 NO_RULES = LogitRules()
 XTC_THRESHOLD = 0.1
 
@@ -40,6 +50,7 @@ class SamplingParams:
     xtc_probability: float = 0.0
     xtc_threshold: float = XTC_THRESHOLD
     rules: LogitRules = NO_RULES
+    speculation: Speculation = Speculation.DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +138,28 @@ class Update:
     num_cached_tokens: int
     # From arrival to the first plan that ran it.
     queue_s: float
+    # Guessed tokens that the step ran, and those of `token_ids` that were among them.
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     # Not empty: why it can't go on; nothing else of it will come.
     failure: str = ""
     # Of the next tokens of the prompt; those of a step come before its token.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     # What was pooled of the prompt, with the last update.
     embedding: tuple[float, ...] = ()
+
+
+def one_by_one(update: Update) -> list[Update]:
+    """The same told token by token: all but the last of several were guessed and came true."""
+    last = len(update.token_ids) - 1
+    return [
+        replace(
+            update,
+            token_ids=(token_id,),
+            logprobs=update.logprobs[place : place + 1],
+            finish=update.finish if place == last else None,
+            num_drafted_tokens=update.num_drafted_tokens if place == 0 else 0,
+            num_accepted_tokens=int(place < last),
+        )
+        for place, token_id in enumerate(update.token_ids)
+    ] or [update]

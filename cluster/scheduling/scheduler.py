@@ -9,6 +9,8 @@ Plans are executed in order, which is why blocks may be given away while a plan 
 gets them writes them in a later plan, and blocks found by their hash are full and never written again.
 """
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 
 from cluster.kv.hashing import join_hashes
@@ -18,11 +20,12 @@ from cluster.kv.points import PointKind
 from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks, TableEdit
 from cluster.scheduling.admission import check_request, max_length
 from cluster.scheduling.config import SchedulerConfig
+from cluster.scheduling.drafts import max_drafts
 from cluster.scheduling.drain import DrainEstimate
 from cluster.scheduling.errors import DuplicateRequest, ProtocolError, QueueFull
 from cluster.scheduling.in_flight import PlanInFlight, PlansInFlight
 from cluster.scheduling.live import LiveRequest, priorities_among
-from cluster.scheduling.plan import Sampled, Slice, StepPlan, StepResult, runs_of
+from cluster.scheduling.plan import Sampled, Slice, StepPlan, StepResult, by_sequence, runs_of
 from cluster.scheduling.request import Finish, Request, Update
 from cluster.scheduling.resume_points import points_of, tokens_until_stop
 from cluster.scheduling.siblings import waits_for_blocks, waits_for_state
@@ -58,6 +61,8 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
+        self._num_drafted_tokens = 0
+        self._num_accepted_tokens = 0
 
     def add(self, request: Request, now_s: float) -> Update | None:
         """Queue a request.
@@ -110,10 +115,13 @@ class Scheduler:
         next plan that has rows.
         """
         assert len(self._in_flight) < self._config.max_plans_in_flight, f"{len(self._in_flight)} plans are in flight"
+        if self._kv.has_states and self._in_flight.has_drafts:
+            # States are kept at block ends, so it must be known where a sequence is.
+            return None
         self._edits = [edit for edit in self._edits if edit.seq_id in self._live_by_seq]
         step = StepBuilder(self._kv, self._in_flight.next_step_id, self._edits, self._resizes)
         prefilling = self._plan_decodes(step)
-        budget = self._config.max_num_batched_tokens - len(step.slices)
+        budget = self._config.max_num_batched_tokens - len(step.slices) - sum(s.max_drafts for s in step.slices)
         budget = self._plan_prefills(prefilling, budget, step)
         if self._waiting:
             self._admit(budget, step, now_s)
@@ -141,13 +149,19 @@ class Scheduler:
             if seq_id in self._live_by_seq:
                 raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
         self._drain.step_ran(plan.num_tokens, result.run_s)
+        tokens = by_sequence(result.sampled)
         # Before the tokens: a request that ends here leaves its blocks findable.
-        self._confirm(plan, result)
+        self._confirm(plan, result, tokens)
+        speculated = {each.seq_id: each for each in result.speculated}
         updates = self._tell_scores(result) if result.prompt_logprobs else []
-        for sampled in result.sampled:
-            live = self._live_by_seq.get(sampled.seq_id)
+        for seq_id, sampled in tokens.items():
+            live = self._live_by_seq.get(seq_id)
             if live is not None:
-                updates.append(self._accept(live, sampled))
+                num_drafts = 0
+                if seq_id in speculated:
+                    num_drafts, live.num_wanted_drafts = speculated[seq_id].num_drafts, speculated[seq_id].num_wanted
+                self._take_back(live, 1 + plan.max_drafts[seq_id] - len(sampled))
+                updates.append(self._accept(live, sampled, num_drafts))
         return updates
 
     def worker_lost(self) -> None:
@@ -201,6 +215,8 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_queried_tokens=self._num_queried_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            num_drafted_tokens=self._num_drafted_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def check(self) -> None:
@@ -215,7 +231,7 @@ class Scheduler:
             num_known = len(live.token_ids)
             assert num_known <= live.num_ahead <= live.max_length
             assert num_known < live.max_length, "a complete request is still live"
-            assert live.num_ahead - num_known <= len(self._in_flight)
+            assert live.num_ahead - num_known <= len(self._in_flight) * (1 + self._config.num_speculative_tokens)
             assert live.is_running == (live in self._running)
             if live.is_running:
                 assert self._live_by_seq[live.seq_id] is live
@@ -228,16 +244,25 @@ class Scheduler:
     def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
         block_size = self._kv.layout.block_size if self._kv.has_states else 0
+        # Everyone's row comes before anyone's drafts, and prompts keep half of what is left.
+        num_spare = self._config.max_num_batched_tokens - len(self._running)
+        if self._waiting or any(live.num_planned + 1 != live.num_ahead for live in self._running):
+            num_spare //= 2
         # Highest first: its row spares a request, and where windows move on it may never need a block again.
         for live in sorted(self._running, key=priorities_among(self._running), reverse=True):
             start = live.num_planned
             if live.is_running and start + 1 == live.num_ahead < live.max_length:
-                new_blocks = self._allocate(live, start + 1, step)
+                num_drafts = max_drafts(live, self._config.num_speculative_tokens, num_spare, block_size)
+                new_blocks = step.allocate(live, start + 1, num_drafts) if num_drafts else None
+                if new_blocks is None:
+                    # Nobody gives up blocks for a guess.
+                    num_drafts, new_blocks = 0, self._allocate(live, start + 1, step)
                 if new_blocks is not None:
-                    live.num_planned = start + 1
-                    live.num_ahead += 1
+                    live.num_planned += 1 + num_drafts
+                    live.num_ahead += 1 + num_drafts
                     live.last_step_id = step.step_id
-                    step.slices.append(Slice(live.seq_id, start, 1, True, new_blocks))
+                    num_spare -= num_drafts
+                    step.slices.append(Slice(live.seq_id, start, 1, True, new_blocks, num_drafts))
                     if block_size and start % block_size == 0:
                         step.checkpoint(live, start, live.stops.get(start, PointKind.TURN_END))
         return [live for live in self._running if live.num_planned + 1 != live.num_ahead]
@@ -370,6 +395,7 @@ class Scheduler:
         step.start(live, computed, points, now_s)
         live.stops = {at: why for at, why in points.items() if at > computed.num_tokens} if self._kv.has_states else {}
         live.num_planned = live.num_processed = live.kept_at = computed.num_tokens
+        live.num_wanted_drafts = 0
         live.is_running = True
         live.computed = None
         self._running.append(live)
@@ -379,7 +405,7 @@ class Scheduler:
             self._num_queried_tokens += len(live.token_ids)
             self._num_cached_tokens += computed.num_tokens
 
-    def _confirm(self, plan: PlanInFlight, result: StepResult) -> None:
+    def _confirm(self, plan: PlanInFlight, result: StepResult, tokens: Mapping[int, Seq[Sampled]]) -> None:
         """What the plan computed is computed: states kept, blocks filled, rows run."""
         for checkpoint in plan.checkpoints:
             if checkpoint.seq_id in self._live_by_seq:
@@ -391,10 +417,12 @@ class Scheduler:
                 if live.is_running and live.seq_id == seq_id:
                     self._check_order(seq_id, first_index)
                 self._edits += self._kv.register(seq_id, first_index, hashes)
-        for seq_id, end in plan.ends:
+        for seq_id in (*plan.ends, *tokens):
             live = self._live_by_seq.get(seq_id)
             if live is not None and live.is_running and live.seq_id == seq_id:
-                live.num_processed = end
+                # Who sampled has run all known tokens, and the drafts that came true.
+                sampled = tokens.get(seq_id)
+                live.num_processed = plan.ends[seq_id] if sampled is None else len(live.token_ids) + len(sampled) - 1
 
     def _tell_scores(self, result: StepResult) -> list[Update]:
         """Log-probabilities of prompts, of preempted requests too: the rows ran, and will not run again for them."""
@@ -412,26 +440,41 @@ class Scheduler:
         if first_index > num_registered and self._kv.is_caching:
             raise ProtocolError(f"sequence {seq_id}: block {first_index} was reported, block {num_registered} was not")
 
-    def _accept(self, live: LiveRequest, sampled: Sampled) -> Update:
-        """Append a token. Valid for a preempted request too: the step ran while the blocks were still its own."""
+    def _take_back(self, live: LiveRequest, num_tokens: int) -> None:
+        """Drafts that did not come true."""
+        live.num_ahead -= num_tokens
+        if live.is_running:
+            live.num_planned -= num_tokens
+
+    def _accept(self, live: LiveRequest, sampled: Seq[Sampled], num_drafts: int) -> Update:
+        """Append tokens. Valid for a preempted request too: the step ran while the blocks were still its own."""
         assert live.queue_s is not None
-        if sampled.failure or sampled.is_read:
+        first = sampled[0]
+        if first.failure or first.is_read:
             self._drop(live, is_settled=True)
-            ended = live.request.request_id, (), (), Finish.ABORTED if sampled.failure else Finish.LENGTH
+            ended = live.request.request_id, (), (), Finish.ABORTED if first.failure else Finish.LENGTH
             told = live.num_cached_tokens, live.queue_s
-            return Update(*ended, *told, sampled.failure, embedding=sampled.embedding)
-        live.token_ids.append(sampled.token_id)
+            return Update(*ended, *told, failure=first.failure, embedding=first.embedding)
+        self._num_drafted_tokens += num_drafts
+        self._num_accepted_tokens += len(sampled) - 1
+        live.token_ids += (each.token_id for each in sampled)
         finish: Finish | None = None
-        if sampled.stopped:
+        if sampled[-1].stopped:
             finish = Finish.STOP
         elif len(live.token_ids) == live.max_length:
             finish = Finish.LENGTH
         if finish is not None:
             # A row in flight after a stop token will be skipped.
             self._drop(live, is_settled=True)
-        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         return Update(
-            live.request.request_id, (sampled.token_id,), logprobs, finish, live.num_cached_tokens, live.queue_s
+            live.request.request_id,
+            tuple(each.token_id for each in sampled),
+            tuple(each.logprobs for each in sampled if each.logprobs is not None),
+            finish,
+            live.num_cached_tokens,
+            live.queue_s,
+            num_drafted_tokens=num_drafts,
+            num_accepted_tokens=len(sampled) - 1,
         )
 
     def _is_settled(self, live: LiveRequest) -> bool:

@@ -14,3 +14,6 @@ class SchedulerStats:
     # Over first admissions: tokens looked up in the prefix cache and tokens found there.
     num_queried_tokens: int
     num_cached_tokens: int
+    # Guessed and verified, and generated ones that had been guessed.
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0

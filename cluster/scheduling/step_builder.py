@@ -40,9 +40,9 @@ class StepBuilder:
         self._copies: list[BlockCopy] = []
         self._zeroes: dict[int, tuple[int, ...]] = {}
 
-    def allocate(self, live: LiveRequest, num_tokens: int) -> GroupBlocks | None:
+    def allocate(self, live: LiveRequest, num_tokens: int, num_lookahead: int = 0) -> GroupBlocks | None:
         """See `KVCacheManager.allocate`."""
-        blocks = self._kv.allocate(live.seq_id, num_tokens, live.num_processed)
+        blocks = self._kv.allocate(live.seq_id, num_tokens, live.num_processed, num_lookahead)
         self._follow_moves()
         return blocks
 

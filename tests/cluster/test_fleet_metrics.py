@@ -33,7 +33,8 @@ def test_a_mac_that_answers_shows_its_memory_and_groups():
     cache = admin_pb2.KVCache(
         referenced_bytes=1, cached_bytes=2, free_bytes=3, pinned_bytes=4, groups=[GROUP], pools=[POOL]
     )
-    mac = admin_pb2.Mac(name="studio", kv_cache=cache, scheduling=admin_pb2.Scheduling(num_running=5, num_waiting=6))
+    scheduling = admin_pb2.Scheduling(num_running=5, num_waiting=6, num_drafted_tokens=8, num_accepted_tokens=7)
+    mac = admin_pb2.Mac(name="studio", kv_cache=cache, scheduling=scheduling)
     mac.kernel_failures["paged_decode"] = 2
     found = samples(fleet_text([mac]))
     of_mac, of_group = ("mac", "studio"), (("group", "0"), ("kind", "window"), ("mac", "studio"))
@@ -46,6 +47,8 @@ def test_a_mac_that_answers_shows_its_memory_and_groups():
     assert found["cidery_kv_findable_bytes", of_group] == 10
     assert found["cidery_mac_running", (of_mac,)] == 5
     assert found["cidery_mac_waiting", (of_mac,)] == 6
+    assert found["cidery_mac_drafted_tokens_total", (of_mac,)] == 8
+    assert found["cidery_mac_accepted_tokens_total", (of_mac,)] == 7
     assert found["cidery_mac_kernel_failures_total", (("kernel", "paged_decode"), of_mac)] == 2
     assert found["cidery_kv_queried_tokens_total", of_group] == 640
     assert found["cidery_kv_hit_tokens_total", of_group] == 320

@@ -47,3 +47,18 @@ async def test_a_step_in_time_is_waited_for(engine):
 async def test_a_worker_with_nothing_to_do_is_never_too_slow(engine):
     message = await engine._next_message(SlowWorker(0.5))
     assert message.result.step_id == 7
+
+
+def test_drafts_count_as_rows_of_their_step(engine):
+    """Else the router would learn that rows are dear where tokens are guessed."""
+
+    class Scheduler:
+        def apply(self, result):
+            return []
+
+    engine.scheduler = Scheduler()
+    engine._in_flight = {7: StepSample(0, 0.0, 2, 30, 0.0)}
+    speculated = [worker_pb2.Speculated(seq_id=seq_id, num_drafts=seq_id) for seq_id in (1, 3)]
+    timings = worker_pb2.StepTimings(run_s=0.5)
+    engine._apply(worker_pb2.StepResult(step_id=7, speculated=speculated, timings=timings))
+    assert list(engine.step_samples) == [StepSample(0, 0.0, 6, 30, 0.5)]

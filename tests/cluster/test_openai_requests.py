@@ -10,6 +10,7 @@ from cluster.errors import InvalidRequest
 from cluster.grammars import Grammar, json_schema
 from cluster.handling import Handling
 from cluster.openai_requests import parse_body, parse_common, parse_messages, parse_prompt
+from cluster.scheduling.request import Speculation
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -95,6 +96,7 @@ def test_all_of_a_request_is_understood():
         "bad_words": ["no"],
         "xtc_probability": 0.5,
         "xtc_threshold": 0.2,
+        "speculation": "ngram",
     }
     common = parse_common(parse_body(json.dumps(body).encode()), is_chat=True)
     sampling = common.sampling
@@ -108,6 +110,13 @@ def test_all_of_a_request_is_understood():
     assert (sampling.logit_bias, sampling.min_tokens) == (((7, -100.0), (8, 2.5)), 4)
     assert (sampling.banned_token_ids, sampling.bad_words) == ((9,), ("no",))
     assert (sampling.xtc_probability, sampling.xtc_threshold, sampling.grammar) == (0.5, 0.2, None)
+    assert sampling.speculation is Speculation.NGRAM
+
+
+@pytest.mark.parametrize("value", ["default", "", "NGRAM", "medusa", 1, True, ["ngram"]])
+def test_a_way_to_guess_that_there_is_not_is_refused(value):
+    with pytest.raises(InvalidRequest, match=r"speculation: must be (off, auto, ngram or draft|a string), got"):
+        parse_common({"speculation": value}, is_chat=True)
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

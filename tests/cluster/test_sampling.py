@@ -6,9 +6,18 @@ import re
 import pytest
 
 from cluster import grammars
+from cluster.config import SpeculationConfig
 from cluster.errors import InvalidRequest
-from cluster.sampling import Defaults, SamplingRequest, check_bad_words, check_token_ids, resolve, seed_of_answer
-from cluster.scheduling.request import NO_RULES, LogitRules
+from cluster.sampling import (
+    Defaults,
+    SamplingRequest,
+    check_bad_words,
+    check_token_ids,
+    resolve,
+    seed_of_answer,
+    with_speculation,
+)
+from cluster.scheduling.request import NO_RULES, LogitRules, SamplingParams, Speculation
 
 BAD = {
     "temperature": (float("nan"), float("inf"), -0.1, 101.0),
@@ -116,3 +125,41 @@ def test_the_first_token_outside_the_vocabulary_is_named():
     check_token_ids("prompt", (0, 99), 100)
     with pytest.raises(InvalidRequest, match=r"prompt\[1\]: must be a token id from 0 to 99, got 100"):
         check_token_ids("prompt", (0, 100, 200), 100)
+
+
+_SERVED = {
+    "off": SpeculationConfig(),
+    "ngram": SpeculationConfig("ngram"),
+    "auto": SpeculationConfig("auto"),
+    "auto, draft": SpeculationConfig("auto", draft_model="small"),
+    "draft": SpeculationConfig("draft", draft_model="small"),
+}
+
+
+@pytest.mark.parametrize(
+    ("served", "asked", "expected"),
+    [
+        ("off", "default", "off"),
+        ("off", "off", "off"),
+        ("off", "auto", "off"),
+        ("off", "ngram", "served with off, auto, got ngram"),
+        ("ngram", "default", "ngram"),
+        ("ngram", "off", "off"),
+        ("ngram", "auto", "auto"),
+        ("ngram", "draft", "served with off, auto, ngram, got draft"),
+        ("auto", "default", "auto"),
+        ("auto", "draft", "served with off, auto, ngram, got draft"),
+        ("auto, draft", "draft", "draft"),
+        ("draft", "default", "draft"),
+        ("draft", "ngram", "ngram"),
+    ],
+)
+def test_a_request_is_guessed_as_it_asks_or_as_its_mac_was_started(served, asked, expected):
+    asked_for = resolve(SamplingRequest(speculation=Speculation(asked)), Defaults())
+    assert asked_for.speculation == asked
+    if " " in expected:
+        with pytest.raises(InvalidRequest, match=expected):
+            with_speculation(asked_for, _SERVED[served])
+    else:
+        assert with_speculation(asked_for, _SERVED[served]).speculation == expected
+    assert SamplingParams().speculation is Speculation.DEFAULT

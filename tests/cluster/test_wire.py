@@ -24,6 +24,7 @@ from cluster.scheduling.request import (
     Reading,
     Request,
     SamplingParams,
+    Speculation,
     TokenLogprobs,
     Update,
 )
@@ -48,6 +49,7 @@ SAMPLING = st.builds(
     SAMPLING,
     xtc_probability=FLOATS,
     xtc_threshold=FLOATS,
+    speculation=st.sampled_from(Speculation),
     rules=st.just(NO_RULES)
     | st.builds(
         LogitRules,

@@ -1,6 +1,8 @@
 """The product's scheduler and KV manager on the product's engine, in one process: a Mac without sockets."""
 
+import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx.nn.layers.base import Module
@@ -12,16 +14,42 @@ from cluster.kv.planner import plan_layout
 from cluster.mac_memory import kv_format, layer_specs
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
-from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, TokenLogprobs
+from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, Speculation, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
 from worker import kv_quantization, models
+from worker.draft import DraftModel
 from worker.engine import Engine
 from worker.grammar import GrammarTable
 from worker.metal.dispatch import Kernels, twin_kernels
 from worker.models import LoadedModel
+from worker.speculation import Speculation as WorkerSpeculation
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
+
+
+class Oracle(WorkerSpeculation):
+    """Guesses answers that are known; every few tokens one is wrong, and some steps have none or few."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], *, max_drafts: int, has_states: bool) -> None:
+        super().__init__(max_drafts=max_drafts, has_states=has_states)
+        self._answers = [list(answer) for answer in answers]
+        self._random = random.Random(5)
+
+    def drafts(self, granted, num_rows):
+        return {sequence.seq_id: self._guess(sequence, max_drafts) for sequence, max_drafts in granted}
+
+    def _guess(self, sequence, max_drafts):
+        known = list(sequence.token_ids)
+        follows = next((a[len(known) :] for a in self._answers if a[: len(known)] == known), [])
+        drafts = follows[: self._random.randint(0, max_drafts)]
+        if drafts and self._random.random() < 0.4:
+            place = self._random.randrange(len(drafts))
+            drafts[place] = drafts[place] - 1 if drafts[place] else 1
+        return sequence.drafting.before_stop(drafts)
+
+    def num_wanted(self, sequence, num_rows):
+        return self._random.choice((0, self.max_drafts, self.max_drafts, self.max_drafts))
 
 
 @dataclass
@@ -54,13 +82,29 @@ class InProcessMac:
         max_model_len: int = MAX_MODEL_LEN,
         kernels: Kernels | None = None,
         grammars: GrammarTable | None = None,
+        max_drafts: int = 0,
+        speculation: Speculation = Speculation.NGRAM,
+        answers_to_guess: Sequence[Sequence[int]] = (),
+        draft_model: tuple[Module, dict] | None = None,
+        draft_kv_bytes: int = 1 << 24,
         kv_bits: int | None = None,
         kv_group_size: int | None = None,
     ) -> None:
+        """`answers_to_guess`: prompts with their answers, which are then guessed, wrongly now and then."""
         kernels = kernels or twin_kernels()
         loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
         loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
-        self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars)
+        draft = None
+        if draft_model is not None:
+            draft = DraftModel(
+                models.adapt(*draft_model), kernels, vocab_size=loaded.vocab_size, kv_bytes=draft_kv_bytes
+            )
+        guesses = WorkerSpeculation(max_drafts=max_drafts, has_states=loaded.has_states, draft=draft)
+        if answers_to_guess:
+            guesses = Oracle(answers_to_guess, max_drafts=max_drafts, has_states=loaded.has_states)
+        self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars, speculation=guesses)
+        self.speculation = speculation if max_drafts else Speculation.OFF
+        self.num_drafted = self.num_accepted = 0
         described = self.engine.describe()
         self.layout = plan_layout(
             layer_specs(described),
@@ -70,7 +114,7 @@ class InProcessMac:
             max_in_flight_tokens=max_plans_in_flight * max_num_batched_tokens,
         )
         self.root = root_hash(model="m", tokenizer="t", kv_format=kv_format(described), block_size=BLOCK_SIZE)
-        self.engine.configure(wire.layout_to_proto(self.layout, self.root))
+        self.configure()
         self.kv = KVCacheManager(self.layout)
         self.scheduler = Scheduler(
             self.kv,
@@ -80,14 +124,20 @@ class InProcessMac:
                 max_chunk_tokens=max_chunk_tokens,
                 max_model_len=max_model_len,
                 max_plans_in_flight=max_plans_in_flight,
+                num_speculative_tokens=max_drafts,
             ),
         )
         self.answers: dict[str, Answer] = {}
         self.results: deque[StepResult] = deque()
         self.max_plans_in_flight = max_plans_in_flight
         self.now_s = 0.0
+        self.num_steps = 0
         self.num_resizes = 0
         self.num_copies = 0
+
+    def configure(self) -> None:
+        """A worker's first message, also of one that comes after another."""
+        self.engine.configure(wire.layout_to_proto(self.layout, self.root))
 
     def add(
         self,
@@ -109,7 +159,9 @@ class InProcessMac:
             num_prompt_tokens=len(prompt),
             block_hashes=tuple(hash_blocks(self.root, tokens, BLOCK_SIZE, first_extras("", adapter))),
             max_tokens=max_tokens,
-            sampling=SamplingParams(**{"temperature": 0.0, "num_top_logprobs": 5} | sampling),
+            sampling=SamplingParams(
+                **{"temperature": 0.0, "num_top_logprobs": 5, "speculation": self.speculation} | sampling
+            ),
             stop_token_ids=tuple(stop_token_ids),
             reading=reading,
             adapter=adapter,
@@ -140,6 +192,7 @@ class InProcessMac:
         return True
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
         self.num_resizes += len(plan.resizes)
         self.num_copies += len(plan.copies)
         message = type(wire.plan_to_proto(plan)).FromString(wire.plan_to_proto(plan).SerializeToString())
@@ -152,6 +205,8 @@ class InProcessMac:
             answer.logprobs += update.logprobs
             answer.finish = update.finish or answer.finish
             answer.num_cached_tokens = update.num_cached_tokens
+            self.num_drafted += update.num_drafted_tokens
+            self.num_accepted += update.num_accepted_tokens
             answer.prompt_logprobs += update.prompt_logprobs
             answer.embedding = update.embedding or answer.embedding
             answer.failure = update.failure

@@ -109,7 +109,20 @@ def check(model, config, **options) -> Checked:
     prompts = prompts_of(VOCAB_SIZE)
     expected = expected_of(model, prompts)
     mac = InProcessMac(model, config, **options)
-    result = run(mac, prompts, follow_ups(prompts, VOCAB_SIZE))
+    later = follow_ups(prompts, VOCAB_SIZE)
+    result = run(mac, prompts, later)
+    # All of it again, several tokens a step: guesses right and wrong.
+    batch, turn = expected["batch"], prompts[2] + expected["batch"][1].tokens + prompts[0]
+    asked = [*(prompts[i] for i in (1, 2, 0, 3, 4)), *later, turn]
+    answered = [*batch, *expected["prefix hit"][2:], *expected["turn hit"]]
+    known = [prompt + one.tokens for prompt, one in zip(asked, answered, strict=True)]
+    guessing = InProcessMac(model, config, **{"max_drafts": 4, "answers_to_guess": known} | options)
+    again = run(guessing, prompts, later)
+    assert guessing.num_accepted > 0, "no guess came true"
+    assert guessing.num_accepted < guessing.num_drafted, "no guess was wrong"
+    for path, references in list(expected.items()):
+        expected[f"speculative {path}"] = references
+        result.answers[f"speculative {path}"] = again.answers[path]
     pairs = [
         (path, answer, one)
         for path, references in expected.items()

@@ -33,8 +33,9 @@ _RUNS = {
 }
 _WHAT = (
     "the same greedy tokens as mlx-lm alone, and log-probabilities that differ by at most 1e-4, for a request alone, "
-    "in ragged batches with joins, with prompts in chunks, from cached prefixes (and states), after a preemption, and "
-    "beside a cancelled one; tiny random float32 models on a CPU"
+    "in ragged batches with joins, with prompts in chunks, from cached prefixes (and states), after a preemption, "
+    "beside a cancelled one, and all of it again with several tokens a step, guessed rightly and wrongly; tiny random "
+    "float32 models on a CPU"
 )
 
 

@@ -44,6 +44,9 @@ def test_family_gives_the_tokens_and_logprobs_of_mlx_lm(case):
     hits = [answer.num_cached_tokens for path in ("prefix hit", "turn hit") for answer in run.answers[path]]
     # The first prompt comes again: a state is kept before its last token, at a block end.
     assert hits == [48 if mac.kv.has_states else 63, 48, 48, 48, 64]
+    # With several tokens a step no less was kept.
+    paths = ("speculative prefix hit", "speculative turn hit")
+    assert hits == [answer.num_cached_tokens for path in paths for answer in run.answers[path]]
 
 
 @pytest.mark.parametrize("case", ["gemma3_text", "gpt_oss", "kimi_linear", "qwen3_next"])

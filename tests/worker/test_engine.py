@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models import qwen3
 
 from cluster.kv.hashing import hash_blocks
 from protos.cidery.v1 import sampling_pb2
@@ -18,6 +19,7 @@ from worker import models
 from worker.engine import Engine
 from worker.errors import ProtocolError
 from worker.metal.dispatch import twin_kernels
+from worker.speculation import Speculation
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -52,9 +54,16 @@ def _sequence(seq_id=1, token_ids=(1, 2, 3), **fields) -> pb.NewSequence:
     return pb.NewSequence(seq_id=seq_id, token_ids=token_ids, **{"sampling": _GREEDY, **fields})
 
 
-def _slice(seq_id=1, start=0, num_tokens=3, samples=True, blocks=(5,), group=0) -> pb.Slice:
+def _slice(seq_id=1, start=0, num_tokens=3, samples=True, blocks=(5,), group=0, max_drafts=0) -> pb.Slice:
     new_blocks = [pb.GroupBlocks(group=group, block_ids=blocks)] if blocks else []
-    return pb.Slice(seq_id=seq_id, start=start, num_tokens=num_tokens, samples=samples, new_blocks=new_blocks)
+    return pb.Slice(
+        seq_id=seq_id,
+        start=start,
+        num_tokens=num_tokens,
+        samples=samples,
+        new_blocks=new_blocks,
+        max_drafts=max_drafts,
+    )
 
 
 def _plan(*slices, sequences=(), **fields) -> pb.StepPlan:
@@ -70,6 +79,7 @@ VIOLATIONS = {
     r"slice \[0, 4\) reaches beyond the 3 known tokens": _plan(_slice(num_tokens=4), sequences=[_sequence()]),
     r"slice \[0, 0\) is empty": _plan(_slice(num_tokens=0), sequences=[_sequence()]),
     r"slice \[0, 2\) samples but does not end": _plan(_slice(num_tokens=2), sequences=[_sequence()]),
+    r"slice \[0, 3\) allows drafts where there can be none": _plan(_slice(max_drafts=2), sequences=[_sequence()]),
     "needs 1 blocks but the block table of group 0 has 0": _plan(_slice(blocks=()), sequences=[_sequence()]),
     r"block id 256 is not in \[1, 256\)": _plan(_slice(blocks=[256]), sequences=[_sequence()]),
     r"block id 0 is not in \[1, 256\)": _plan(_slice(blocks=[0]), sequences=[_sequence()]),
@@ -340,3 +350,68 @@ def test_after_a_resize_the_sequence_reads_its_block_where_it_went(engine):
     fresh = _sequence(seq_id=2, token_ids=whole)
     alone = engine.execute(_plan(_slice(seq_id=2, num_tokens=17, blocks=(8, 9)), sequences=[fresh]))
     assert after.sampled[0].token_id == alone.sampled[0].token_id
+
+
+def test_a_token_drawn_from_beyond_the_candidates_has_its_own_logprob():
+    """Of nearly even logits over more tokens than are sorted at first, rows are drawn once more."""
+    config = config_of("qwen3") | {"vocab_size": 3000}
+    mx.random.seed(1)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    driver = Driver(make_engine(model, config))
+    requests = [
+        driver.add(Request([seed], 6, SamplingParams(seed=seed, temperature=1.0, top_p=0.99, num_top_logprobs=1)))
+        for seed in range(4)
+    ]
+    driver.run()
+    for request in requests:
+        logits = model(mx.array([request.tokens]))[0].astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        for place, report in enumerate(request.logprobs):
+            assert report.logprob == pytest.approx(logprobs[place, report.token_id], abs=1e-4)
+
+
+class TestGuesses:
+    """Of a sequence that repeats itself: the engine's report of each step."""
+
+    @pytest.fixture
+    def guessing(self, model):
+        loaded = models.adapt(model, config_of("qwen3"))
+        engine = Engine(
+            loaded, twin_kernels(), memory_limit_bytes=1 << 30, speculation=Speculation(max_drafts=4, has_states=False)
+        )
+        engine.configure(configure_of(engine))
+        sampling = SamplingParams(
+            temperature=0.0, speculation=sampling_pb2.SPECULATION_NGRAM, logit_bias={7: 100.0}, num_top_logprobs=1
+        )
+        self.prompt = [7] * 14
+        sequence = _sequence(token_ids=self.prompt, sampling=sampling, num_prompt_tokens=14)
+        result = engine.execute(_plan(_slice(num_tokens=14, blocks=(5, 9, 11)), sequences=[sequence]))
+        assert [(each.seq_id, each.num_drafts, each.num_wanted) for each in result.speculated] == [(1, 0, 4)]
+        return engine
+
+    def test_drafts_that_come_true_are_told_one_after_the_other(self, guessing):
+        result = guessing.execute(_plan(_slice(start=14, num_tokens=1, blocks=(), max_drafts=3)))
+        assert [each.token_id for each in result.sampled] == [7] * 4
+        assert all(each.logprobs.token_id == 7 for each in result.sampled)
+        assert [(each.num_drafts, each.num_wanted) for each in result.speculated] == [(3, 4)]
+        (block,) = result.filled_blocks
+        assert (block.block_index, block.block_hash) == (0, hash_blocks(ROOT, [7] * 16, 16)[0])
+
+    def test_a_slice_runs_from_where_the_sequence_is_whatever_the_plan_thought(self, guessing):
+        result = guessing.execute(_plan(_slice(start=21, num_tokens=1, blocks=(), max_drafts=4)))
+        assert len(result.sampled) == 5
+        with pytest.raises(ProtocolError, match="is before the last of the 20 known tokens"):
+            guessing.execute(_plan(_slice(start=18, num_tokens=1, blocks=(), max_drafts=4)))
+
+    def test_without_leave_nothing_is_guessed(self, guessing):
+        result = guessing.execute(_plan(_slice(start=14, num_tokens=1, blocks=())))
+        assert len(result.sampled) == 1
+        assert [(each.num_drafts, each.num_wanted) for each in result.speculated] == [(0, 4)]
+
+    def test_drafts_need_blocks(self, guessing):
+        guessing.execute(_plan(_slice(start=14, num_tokens=1, blocks=(), max_drafts=4)))
+        for _ in range(5):
+            guessing.execute(_plan(_slice(start=60, num_tokens=1, blocks=(), max_drafts=4)))
+        with pytest.raises(ProtocolError, match="needs 4 blocks but the block table of group 0 has 3"):
+            guessing.execute(_plan(_slice(start=60, num_tokens=1, blocks=(), max_drafts=4)))

@@ -140,7 +140,7 @@ TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=25, dea
 
 
 class StateMachine(RuleBasedStateMachine):
-    """Whatever sequences share a step, each finds the state that it left."""
+    """Whatever sequences share a step, each finds the state that it left, or had before guesses that were wrong."""
 
     def __init__(self):
         super().__init__()
@@ -162,8 +162,14 @@ class StateMachine(RuleBasedStateMachine):
             parts += [tuple(part) for part in (known, [slot for slot in members if slot not in known]) if part]
             at += size
         fresh = frozenset(part for part in parts if part[0] not in self.expected)
-        self.states.begin(parts, fresh)
+        guessing = frozenset(part for part in parts if part not in fresh and data.draw(st.booleans()))
+        is_dense = data.draw(st.booleans())
+        self.states.begin(parts, fresh, guessing)
+        before = dict(self.expected)
         for part in parts:
+            if is_dense:
+                # One forward for each part.
+                self.states.begin([part], fresh & {part}, guessing & {part})
             taken = self.states.take(part)
             if part in fresh:
                 assert taken == [None, None]
@@ -175,7 +181,15 @@ class StateMachine(RuleBasedStateMachine):
             left = [self.clock + index for index in range(len(part))]
             self.states.put(part, [mx.stack([mx.full(shape, v) for v in left]) for shape in _STATE.shapes])
             self.expected |= dict(zip(part, left, strict=True))
+            if is_dense:
+                self.writer.commit(*self.states.arrays())
         self.writer.commit(*self.states.arrays())
+        wrong = {slot for part in guessing for slot in part if (is_dense and slot % 2) or data.draw(st.booleans())}
+        if is_dense:
+            # A part is one sequence then.
+            wrong = {slot for part in guessing if part[0] in wrong for slot in part}
+        self.states.settle_drafts(frozenset(wrong))
+        self.expected |= {slot: before[slot] for slot in wrong}
 
     @rule(data=st.data())
     def end(self, data):

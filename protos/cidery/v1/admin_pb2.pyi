@@ -60,7 +60,7 @@ class Blocks(_message.Message):
     def __init__(self, num_total: _Optional[int] = ..., num_used: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_free: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class Scheduling(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_preemptions", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_worker_restarts")
+    __slots__ = ("num_running", "num_waiting", "num_preemptions", "num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_worker_restarts", "num_drafted_tokens", "num_accepted_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,8 @@ class Scheduling(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKER_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_preemptions: int
@@ -77,7 +79,9 @@ class Scheduling(_message.Message):
     num_cached_tokens: int
     num_generated_tokens: int
     num_worker_restarts: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_worker_restarts: _Optional[int] = ...) -> None: ...
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_worker_restarts: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Drift(_message.Message):
     __slots__ = ("num_requests", "num_predicted_tokens", "num_actual_tokens", "num_error_tokens", "is_alarming")

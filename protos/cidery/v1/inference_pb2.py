@@ -26,7 +26,7 @@ from protos.cidery.v1 import handling_pb2 as protos_dot_cidery_dot_v1_dot_handli
 from protos.cidery.v1 import sampling_pb2 as protos_dot_cidery_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/cidery/v1/inference.proto\x12\tcidery.v1\x1a\x1fprotos/cidery/v1/handling.proto\x1a\x1fprotos/cidery/v1/sampling.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xce\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.cidery.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12%\n\x08handling\x18\x05 \x01(\x0b\x32\x13.cidery.v1.Handling\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_n\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.cidery.v1.ChatMessage\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12%\n\x08handling\x18\x04 \x01(\x0b\x32\x13.cidery.v1.Handling\x12\x0e\n\x01n\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x04\n\x02_n\"\x87\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.cidery.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x46 \x03(\x0b\x32\x18.cidery.v1.TokenLogprobs\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x03 \x01(\r\"S\n\x07Timings\x12\x0f\n\x07route_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"\xab\x01\n\nCompletion\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.cidery.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.cidery.v1.Usage\x12#\n\x07timings\x18\x03 \x01(\x0b\x32\x12.cidery.v1.Timings\x12\x0b\n\x03mac\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x0c\n\x04stop\x18\x06 \x01(\t\"\x8e\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.cidery.v1.ChunkH\x00\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x15.cidery.v1.CompletionH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"\x8a\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.cidery.v1.ChunkH\x00\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x15.cidery.v1.CompletionH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"X\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.cidery.v1.ChatMessage\";\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0cmessage_ends\x18\x02 \x03(\r\"O\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.cidery.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xde\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x06inputs\x18\x02 \x03(\x0b\x32\x15.cidery.v1.EmbedInput\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.cidery.v1.Pooling\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x05 \x01(\rH\x01\x88\x01\x01\x12%\n\x08handling\x18\x06 \x01(\x0b\x32\x13.cidery.v1.HandlingB\x0c\n\n_normalizeB\r\n\x0b_dimensions\"Q\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"r\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\nembeddings\x18\x02 \x03(\x0b\x32\x14.cidery.v1.Embedding\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.cidery.v1.Pooling\"\x13\n\x11ListModelsRequest\"L\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x10\n\x08num_macs\x18\x03 \x01(\r\x12\x0e\n\x06parent\x18\x46 \x01(\t\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.cidery.v1.Model2\xe0\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.cidery.v1.GenerateRequest\x1a\x1b.cidery.v1.GenerateResponse0\x01\x12\x39\n\x04\x43hat\x12\x16.cidery.v1.ChatRequest\x1a\x17.cidery.v1.ChatResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.cidery.v1.TokenizeRequest\x1a\x1b.cidery.v1.TokenizeResponse\x12:\n\x05\x45mbed\x12\x17.cidery.v1.EmbedRequest\x1a\x18.cidery.v1.EmbedResponse\x12I\n\nListModels\x12\x1c.cidery.v1.ListModelsRequest\x1a\x1d.cidery.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/cidery/v1/inference.proto\x12\tcidery.v1\x1a\x1fprotos/cidery/v1/handling.proto\x1a\x1fprotos/cidery/v1/sampling.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xce\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.cidery.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12%\n\x08handling\x18\x05 \x01(\x0b\x32\x13.cidery.v1.Handling\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_n\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.cidery.v1.ChatMessage\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.cidery.v1.SamplingParams\x12%\n\x08handling\x18\x04 \x01(\x0b\x32\x13.cidery.v1.Handling\x12\x0e\n\x01n\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x04\n\x02_n\"\x87\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.cidery.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x46 \x03(\x0b\x32\x18.cidery.v1.TokenLogprobs\"\x95\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_drafted_tokens\x18< \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18= \x01(\r\"S\n\x07Timings\x12\x0f\n\x07route_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\"\xab\x01\n\nCompletion\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.cidery.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.cidery.v1.Usage\x12#\n\x07timings\x18\x03 \x01(\x0b\x32\x12.cidery.v1.Timings\x12\x0b\n\x03mac\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x0c\n\x04stop\x18\x06 \x01(\t\"\x8e\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.cidery.v1.ChunkH\x00\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x15.cidery.v1.CompletionH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"\x8a\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.cidery.v1.ChunkH\x00\x12+\n\ncompletion\x18\x03 \x01(\x0b\x32\x15.cidery.v1.CompletionH\x00\x12\r\n\x05index\x18\x04 \x01(\rB\x07\n\x05\x65vent\"X\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.cidery.v1.ChatMessage\";\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0cmessage_ends\x18\x02 \x03(\r\"O\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.cidery.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xde\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x06inputs\x18\x02 \x03(\x0b\x32\x15.cidery.v1.EmbedInput\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.cidery.v1.Pooling\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x05 \x01(\rH\x01\x88\x01\x01\x12%\n\x08handling\x18\x06 \x01(\x0b\x32\x13.cidery.v1.HandlingB\x0c\n\n_normalizeB\r\n\x0b_dimensions\"Q\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"r\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\nembeddings\x18\x02 \x03(\x0b\x32\x14.cidery.v1.Embedding\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.cidery.v1.Pooling\"\x13\n\x11ListModelsRequest\"L\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x10\n\x08num_macs\x18\x03 \x01(\r\x12\x0e\n\x06parent\x18\x46 \x01(\t\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.cidery.v1.Model2\xe0\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.cidery.v1.GenerateRequest\x1a\x1b.cidery.v1.GenerateResponse0\x01\x12\x39\n\x04\x43hat\x12\x16.cidery.v1.ChatRequest\x1a\x17.cidery.v1.ChatResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.cidery.v1.TokenizeRequest\x1a\x1b.cidery.v1.TokenizeResponse\x12:\n\x05\x45mbed\x12\x17.cidery.v1.EmbedRequest\x1a\x18.cidery.v1.EmbedResponse\x12I\n\nListModels\x12\x1c.cidery.v1.ListModelsRequest\x1a\x1d.cidery.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,34 +43,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATREQUEST']._serialized_end=570
   _globals['_CHUNK']._serialized_start=573
   _globals['_CHUNK']._serialized_end=708
-  _globals['_USAGE']._serialized_start=710
-  _globals['_USAGE']._serialized_end=802
-  _globals['_TIMINGS']._serialized_start=804
-  _globals['_TIMINGS']._serialized_end=887
-  _globals['_COMPLETION']._serialized_start=890
-  _globals['_COMPLETION']._serialized_end=1061
-  _globals['_GENERATERESPONSE']._serialized_start=1064
-  _globals['_GENERATERESPONSE']._serialized_end=1206
-  _globals['_CHATRESPONSE']._serialized_start=1209
-  _globals['_CHATRESPONSE']._serialized_end=1347
-  _globals['_TOKENIZEREQUEST']._serialized_start=1349
-  _globals['_TOKENIZEREQUEST']._serialized_end=1437
-  _globals['_TOKENIZERESPONSE']._serialized_start=1439
-  _globals['_TOKENIZERESPONSE']._serialized_end=1498
-  _globals['_EMBEDINPUT']._serialized_start=1500
-  _globals['_EMBEDINPUT']._serialized_end=1579
-  _globals['_EMBEDREQUEST']._serialized_start=1582
-  _globals['_EMBEDREQUEST']._serialized_end=1804
-  _globals['_EMBEDDING']._serialized_start=1806
-  _globals['_EMBEDDING']._serialized_end=1887
-  _globals['_EMBEDRESPONSE']._serialized_start=1889
-  _globals['_EMBEDRESPONSE']._serialized_end=2003
-  _globals['_LISTMODELSREQUEST']._serialized_start=2005
-  _globals['_LISTMODELSREQUEST']._serialized_end=2024
-  _globals['_MODEL']._serialized_start=2026
-  _globals['_MODEL']._serialized_end=2102
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2104
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2158
-  _globals['_INFERENCESERVICE']._serialized_start=2161
-  _globals['_INFERENCESERVICE']._serialized_end=2513
+  _globals['_USAGE']._serialized_start=711
+  _globals['_USAGE']._serialized_end=860
+  _globals['_TIMINGS']._serialized_start=862
+  _globals['_TIMINGS']._serialized_end=945
+  _globals['_COMPLETION']._serialized_start=948
+  _globals['_COMPLETION']._serialized_end=1119
+  _globals['_GENERATERESPONSE']._serialized_start=1122
+  _globals['_GENERATERESPONSE']._serialized_end=1264
+  _globals['_CHATRESPONSE']._serialized_start=1267
+  _globals['_CHATRESPONSE']._serialized_end=1405
+  _globals['_TOKENIZEREQUEST']._serialized_start=1407
+  _globals['_TOKENIZEREQUEST']._serialized_end=1495
+  _globals['_TOKENIZERESPONSE']._serialized_start=1497
+  _globals['_TOKENIZERESPONSE']._serialized_end=1556
+  _globals['_EMBEDINPUT']._serialized_start=1558
+  _globals['_EMBEDINPUT']._serialized_end=1637
+  _globals['_EMBEDREQUEST']._serialized_start=1640
+  _globals['_EMBEDREQUEST']._serialized_end=1862
+  _globals['_EMBEDDING']._serialized_start=1864
+  _globals['_EMBEDDING']._serialized_end=1945
+  _globals['_EMBEDRESPONSE']._serialized_start=1947
+  _globals['_EMBEDRESPONSE']._serialized_end=2061
+  _globals['_LISTMODELSREQUEST']._serialized_start=2063
+  _globals['_LISTMODELSREQUEST']._serialized_end=2082
+  _globals['_MODEL']._serialized_start=2084
+  _globals['_MODEL']._serialized_end=2160
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2162
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2216
+  _globals['_INFERENCESERVICE']._serialized_start=2219
+  _globals['_INFERENCESERVICE']._serialized_end=2571
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Speculation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPECULATION_UNSPECIFIED: _ClassVar[Speculation]
+    SPECULATION_OFF: _ClassVar[Speculation]
+    SPECULATION_AUTO: _ClassVar[Speculation]
+    SPECULATION_NGRAM: _ClassVar[Speculation]
+    SPECULATION_DRAFT: _ClassVar[Speculation]
+
 class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     POOLING_UNSPECIFIED: _ClassVar[Pooling]
@@ -20,6 +28,11 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
+SPECULATION_UNSPECIFIED: Speculation
+SPECULATION_OFF: Speculation
+SPECULATION_AUTO: Speculation
+SPECULATION_NGRAM: Speculation
+SPECULATION_DRAFT: Speculation
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
@@ -30,7 +43,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORTED: FinishReason
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_top_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens", "banned_token_ids", "bad_words", "xtc_probability", "xtc_threshold", "grammar", "banned_sequences", "compiled_grammar", "num_prompt_logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_top_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens", "banned_token_ids", "bad_words", "xtc_probability", "xtc_threshold", "grammar", "banned_sequences", "compiled_grammar", "speculation", "num_prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +73,7 @@ class SamplingParams(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     BANNED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     COMPILED_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
@@ -83,8 +97,9 @@ class SamplingParams(_message.Message):
     grammar: Grammar
     banned_sequences: _containers.RepeatedCompositeFieldContainer[TokenSequence]
     compiled_grammar: str
+    speculation: Speculation
     num_prompt_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., num_top_logprobs: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., xtc_probability: _Optional[float] = ..., xtc_threshold: _Optional[float] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., banned_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., compiled_grammar: _Optional[str] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., num_top_logprobs: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., xtc_probability: _Optional[float] = ..., xtc_threshold: _Optional[float] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., banned_sequences: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., compiled_grammar: _Optional[str] = ..., speculation: _Optional[_Union[Speculation, str]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("token_ids",)

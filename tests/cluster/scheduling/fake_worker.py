@@ -4,12 +4,22 @@ Any read of a wrong, stale or unwritten block is caught, in models of any kinds 
 """
 
 from array import array
+from random import Random
 from zlib import crc32
 
 from cluster.kv.group_managers import make_manager
 from cluster.kv.hashing import hash_block, hash_blocks, join_hashes, root_hash, split_hashes
 from cluster.kv.layout import KVLayout
-from cluster.scheduling.plan import FilledBlock, NewSequence, PromptLogprobs, Sampled, Slice, StepPlan, StepResult
+from cluster.scheduling.plan import (
+    FilledBlock,
+    NewSequence,
+    PromptLogprobs,
+    Sampled,
+    Slice,
+    Speculated,
+    StepPlan,
+    StepResult,
+)
 from cluster.scheduling.request import Pooling, Request, TokenLogprobs
 
 VOCAB_SIZE = 11
@@ -54,15 +64,40 @@ class _Sequence:
         self.hashes = split_hashes(new.block_hashes)
         self.tables = {group: list(ids) for group, ids in new.block_tables.items()}
         self.num_computed: int | None = None
+        self.num_drafts = 0
         self.stopped = False
         self.pooled: list[int] = []
+
+
+class Guesser:
+    """Drafts of which each is right with a probability; by turns it wants many, few or none."""
+
+    def __init__(self, seed: int, *, share_right: float = 0.7, most: int = 4) -> None:
+        self.random = Random(seed)
+        self.share_right = share_right
+        self.most = most
+
+    def num_wanted(self) -> int:
+        return self.random.randint(0, self.most)
+
+    def guess(self, tokens: list[int], num_most: int, stops) -> list[int]:
+        drafts: list[int] = []
+        while len(drafts) < num_most:
+            right = next_token([*tokens, *drafts])
+            token = right if self.random.random() < self.share_right else (right + 1) % VOCAB_SIZE
+            if token in stops:
+                break
+            drafts.append(token)
+        return drafts[: self.random.randint(0, num_most)] if self.random.random() < 0.2 else drafts
 
 
 class FakeWorker:
     """Executes plans strictly in order, as worker.proto tells."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, guesser: Guesser | None = None) -> None:
         self.layout = layout
+        self.guesser = guesser
+        self.num_drafts = self.num_accepted = 0
         self.block_size = layout.block_size
         self.managers = [make_manager(group, layout.block_size) for group in layout.groups]
         self.num_blocks = [pool.num_blocks for pool in layout.pools]
@@ -89,6 +124,7 @@ class FakeWorker:
         sampled: list[Sampled] = []
         filled: list[FilledBlock] = []
         skipped: list[int] = []
+        speculated: list[Speculated] = []
         scores: list[PromptLogprobs] = []
         assert len({s.seq_id for s in plan.slices}) == len(plan.slices), "one slice a sequence"
         for part in plan.slices:
@@ -97,21 +133,40 @@ class FakeWorker:
                 assert part.samples
                 skipped.append(part.seq_id)
                 continue
-            self._run_slice(sequence, part)
-            filled += self._filled(sequence, part)
+            first = len(sampled)
+            start, drafts = self._open(sequence, part)
+            self._run_slice(sequence, part, start, drafts)
             if sequence.new.reading is not None:
                 scores += self._read(sequence, part)
-            if part.samples:
-                read = sequence.new.reads_only
-                sampled.append(self._finish_reading(sequence) if read else self._sample(sequence, part))
+            if part.samples and sequence.new.reads_only:
+                sampled.append(self._finish_reading(sequence))
+            elif part.samples:
+                sampled += self._sample(sequence, part, start, drafts)
+            filled += self._filled(sequence, start)
+            if self.guesser is not None and part.samples:
+                self.num_drafts += len(drafts)
+                self.num_accepted += len(sampled) - first - 1
+                speculated.append(Speculated(part.seq_id, len(drafts), self.guesser.num_wanted()))
         return StepResult(
             plan.step_id,
             tuple(sampled),
             tuple(filled),
             tuple(skipped),
             run_s=0.01,
+            speculated=tuple(speculated),
             prompt_logprobs=tuple(scores),
         )
+
+    def _open(self, sequence: _Sequence, part: Slice) -> tuple[int, list[int]]:
+        """Where the slice really begins, and what is guessed behind it."""
+        if self.guesser is None or not part.samples or part.num_tokens > 1 or sequence.num_computed is None:
+            assert part.max_drafts == 0
+            return part.start, []
+        assert sequence.num_computed <= len(sequence.tokens) - 1 <= part.start
+        if any(manager.is_state for manager in self.managers):
+            assert len(sequence.tokens) - 1 == part.start, "states need a plan that knows where it is"
+            assert part.start // self.block_size == (part.start + part.max_drafts) // self.block_size
+        return sequence.num_computed, self.guesser.guess(sequence.tokens, part.max_drafts, sequence.new.stop_token_ids)
 
     def _read(self, sequence: _Sequence, part: Slice) -> list[PromptLogprobs]:
         """Rows that ran are all that can be read of; whoever wants more has been given a cached prefix wrongly."""
@@ -163,50 +218,65 @@ class FakeWorker:
         assert 0 < block_id < self.num_blocks[pool], f"block {block_id} is not one of {self.num_blocks[pool]}"
         return pool, block_id
 
-    def _run_slice(self, sequence: _Sequence, part: Slice) -> None:
+    def _run_slice(self, sequence: _Sequence, part: Slice, start: int, drafts: list[int]) -> None:
         assert part.num_tokens >= 1
-        assert part.start == sequence.num_computed or sequence.num_computed is None, "positions run in order"
-        end = part.start + part.num_tokens
-        assert end <= len(sequence.tokens), "a token is run before it is known"
+        assert start == sequence.num_computed or sequence.num_computed is None, "positions run in order"
+        known = start + part.num_tokens if sequence.num_computed is None or not part.samples else len(sequence.tokens)
+        assert known <= len(sequence.tokens), "a token is run before it is known"
+        tokens = [*sequence.tokens[:known], *drafts]
+        end = len(tokens)
         for manager in self.managers:
             group = manager.group_id
             table = sequence.tables.setdefault(group, [])
             table += part.new_blocks.get(group, ())
             if manager.is_state:
                 key = self._key(group, table[0])
-                assert self.memory[key] == tuple(sequence.tokens[: part.start]), f"group {group}: a wrong state"
-                self.memory[key] = tuple(sequence.tokens[:end])
+                assert self.memory[key] == tuple(tokens[:start]), f"group {group}: a wrong state"
+                self.memory[key] = tuple(tokens)
                 continue
-            for position in range(part.start, end):
+            for position in range(start, end):
                 content = self.memory.setdefault(self._key(group, table[position // self.block_size]), {})
                 if not isinstance(content, dict):
                     content = self.memory[self._key(group, table[position // self.block_size])] = {}
-                content[position % self.block_size] = (sequence.tokens[position], position)
-            first = manager.first_needed(part.start) * self.block_size
+                content[position % self.block_size] = (tokens[position], position)
+            first = manager.first_needed(start) * self.block_size
             sinks = range(min(manager.num_sink_blocks * self.block_size, end))
             for position in {*sinks, *range(first, end)}:
                 content = self.memory[self._key(group, table[position // self.block_size])]
                 assert isinstance(content, dict)
                 read = content.get(position % self.block_size)
-                assert read == (sequence.tokens[position], position), f"group {group}: position {position} reads {read}"
-        sequence.num_computed = end
-        self.num_run_tokens += part.num_tokens
+                assert read == (tokens[position], position), f"group {group}: position {position} reads {read}"
+        sequence.num_computed = known
+        self.num_run_tokens += end - start
 
-    def _filled(self, sequence: _Sequence, part: Slice) -> list[FilledBlock]:
+    def _filled(self, sequence: _Sequence, start: int) -> list[FilledBlock]:
         filled = []
         size = self.block_size
         assert sequence.num_computed is not None
-        for index in range(part.start // size, sequence.num_computed // size):
+        for index in range(start // size, sequence.num_computed // size):
             if index == len(sequence.hashes):
                 parent = sequence.hashes[-1] if index else self.root
                 sequence.hashes.append(hash_block(parent, sequence.tokens[index * size : (index + 1) * size]))
-            filled.append(FilledBlock(part.seq_id, index, sequence.hashes[index]))
+            filled.append(FilledBlock(sequence.new.seq_id, index, sequence.hashes[index]))
         return filled
 
-    def _sample(self, sequence: _Sequence, part: Slice) -> Sampled:
+    def _sample(self, sequence: _Sequence, part: Slice, start: int, drafts: list[int]) -> list[Sampled]:
         assert sequence.num_computed == len(sequence.tokens), "only the token after the last is sampled"
-        token = next_token(sequence.tokens)
-        sequence.tokens.append(token)
-        sequence.stopped = token in sequence.new.stop_token_ids
         wants = sequence.new.sampling.num_top_logprobs is not None
-        return Sampled(part.seq_id, token, TokenLogprobs(token, -1.0) if wants else None, sequence.stopped)
+        sampled: list[Sampled] = []
+        for draft in [*drafts, None]:
+            token = next_token(sequence.tokens)
+            sequence.tokens.append(token)
+            sequence.stopped = token in sequence.new.stop_token_ids
+            logprobs = TokenLogprobs(token, -1.0) if wants else None
+            sampled.append(Sampled(part.seq_id, token, logprobs, sequence.stopped))
+            if token != draft:
+                break
+        sequence.num_computed = len(sequence.tokens) - 1
+        states = [self._key(m.group_id, sequence.tables[m.group_id][0]) for m in self.managers if m.is_state]
+        if states and len(sampled) <= len(drafts):
+            # The state has seen a guess that was wrong: back to the one before, and run again what was right.
+            sequence.num_computed = start
+            for key in states:
+                self.memory[key] = tuple(sequence.tokens[:start])
+        return sampled

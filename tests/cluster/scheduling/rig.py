@@ -41,14 +41,15 @@ def rows(plan):
 
 
 class Rig:
-    def __init__(self, num_blocks=16, *, block_size=4, caching=True, checked=True, layout=None, **limits):
+    def __init__(self, num_blocks=16, *, block_size=4, caching=True, checked=True, layout=None, guesser=None, **limits):
         self.config = SchedulerConfig(
             **{"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_chunk_tokens": 8} | limits
         )
         self.layout = layout or layout_of(num_blocks, block_size, self.config.max_model_len)
         self.kv = KVCacheManager(self.layout, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.kv, self.config)
-        self.worker = FakeWorker(self.layout)
+        self.guesser = guesser
+        self.worker = FakeWorker(self.layout, guesser)
         self.checked = checked
         self.now_s = 0.0
         self.results: deque[StepResult] = deque()
@@ -88,7 +89,7 @@ class Rig:
         if plan is None:
             assert self.results or not self.scheduler.has_work(), "work, nothing in flight, and no plan"
         else:
-            assert sum(s.num_tokens for s in plan.slices) <= self.config.max_num_batched_tokens
+            assert sum(s.num_tokens + s.max_drafts for s in plan.slices) <= self.config.max_num_batched_tokens
             assert all(s.num_tokens <= self.config.max_chunk_tokens for s in plan.slices)
             self.results.append(self.worker.run(plan))
         self.check()
@@ -108,7 +109,7 @@ class Rig:
     def lose_worker(self, *, late_results=False) -> None:
         late = list(self.results) if late_results else []
         self.results.clear()
-        self.worker = FakeWorker(self.layout)
+        self.worker = FakeWorker(self.layout, self.guesser)
         self.scheduler.worker_lost()
         self.present.clear()
         for result in late:
@@ -185,9 +186,12 @@ class Rig:
         assert request_id not in self.finished, "an update after the end"
         self.updates[request_id].append(update)
         changing = {"token_ids": (), "logprobs": (), "finish": None, "prompt_logprobs": (), "embedding": ()}
+        changing |= {"num_drafted_tokens": 0, "num_accepted_tokens": 0}
         assert replace(update, **changing) == replace(self.updates[request_id][0], **changing), (
             "what is told once is told the same every time"
         )
+        assert update.num_accepted_tokens <= update.num_drafted_tokens
+        assert update.num_accepted_tokens == max(0, len(update.token_ids) - 1)
         self.tokens[request_id] += update.token_ids
         wants = self.requests[request_id].sampling.num_top_logprobs is not None
         assert tuple(x.token_id for x in update.logprobs) == (update.token_ids if wants else ())

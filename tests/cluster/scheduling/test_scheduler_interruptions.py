@@ -329,7 +329,7 @@ class TestProtocol:
 
     def test_a_token_too_many(self):
         rig, result = self.planned()
-        with pytest.raises(ProtocolError, match="sampled 1 tokens and skipped 0 rows, expected 0"):
+        with pytest.raises(ProtocolError, match="sampled for 1 sequences and skipped 0, expected 0"):
             rig.scheduler.apply(replace(result, sampled=(Sampled(1, 5, None, False),)))
 
     def test_a_skipped_row_of_a_sequence_that_has_not_stopped(self):

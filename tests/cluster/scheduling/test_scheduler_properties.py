@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cluster.scheduling.errors import InvalidRequest, QueueFull, RequestTooLong
 from cluster.scheduling.request import Pooling, Reading
 from tests.cluster.kv.hybrid_machine import MODELS, layout_of
-from tests.cluster.scheduling.fake_worker import VOCAB_SIZE, undisturbed
+from tests.cluster.scheduling.fake_worker import VOCAB_SIZE, Guesser, undisturbed
 from tests.cluster.scheduling.rig import Rig, request_of
 
 # Few shared beginnings, so that prefixes meet; block_size 4.
@@ -29,8 +29,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans() | st.just(True),
         specs=st.sampled_from(MODELS),
         pages=st.lists(st.sampled_from([10, 10, 20]), min_size=4, max_size=4),
+        num_drafts=st.integers(0, 6),
+        seed=st.integers(0, 1000),
     )
-    def begin(self, num_blocks, max_num_seqs, chunk, scored, depth, caching, specs, pages):
+    def begin(self, num_blocks, max_num_seqs, chunk, scored, depth, caching, specs, pages, num_drafts, seed):
         in_flight = depth * (max_num_seqs + 7)
         num_pages = num_blocks * len(specs) * 2
         self.rig = Rig(
@@ -43,6 +45,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + 7,
             max_waiting=6,
             max_plans_in_flight=depth,
+            num_speculative_tokens=num_drafts,
+            guesser=Guesser(seed) if num_drafts else None,
         )
         self.num_added = 0
 

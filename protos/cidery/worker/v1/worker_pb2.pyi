@@ -174,18 +174,20 @@ class NewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_tables: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., first_scored: _Optional[int] = ..., pooling: _Optional[_Union[_sampling_pb2.Pooling, str]] = ..., reads_only: _Optional[bool] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Slice(_message.Message):
-    __slots__ = ("seq_id", "start", "num_tokens", "samples", "new_blocks")
+    __slots__ = ("seq_id", "start", "num_tokens", "samples", "new_blocks", "max_drafts")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     start: int
     num_tokens: int
     samples: bool
     new_blocks: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
-    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., samples: _Optional[bool] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
+    max_drafts: int
+    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., samples: _Optional[bool] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., max_drafts: _Optional[int] = ...) -> None: ...
 
 class TableEdit(_message.Message):
     __slots__ = ("seq_id", "group", "index", "block_id")
@@ -318,6 +320,16 @@ class FilledBlock(_message.Message):
     block_hash: bytes
     def __init__(self, seq_id: _Optional[int] = ..., block_index: _Optional[int] = ..., block_hash: _Optional[bytes] = ...) -> None: ...
 
+class Speculated(_message.Message):
+    __slots__ = ("seq_id", "num_drafts", "num_wanted")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    num_drafts: int
+    num_wanted: int
+    def __init__(self, seq_id: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_wanted: _Optional[int] = ...) -> None: ...
+
 class StepTimings(_message.Message):
     __slots__ = ("idle_s", "run_s")
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
@@ -337,13 +349,14 @@ class Memory(_message.Message):
     def __init__(self, active_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "sampled", "filled_blocks", "skipped_seq_ids", "timings", "memory", "prompt_logprobs")
+    __slots__ = ("step_id", "sampled", "filled_blocks", "skipped_seq_ids", "timings", "memory", "speculated", "prompt_logprobs")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     FILLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SPECULATED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     sampled: _containers.RepeatedCompositeFieldContainer[Sampled]
@@ -351,5 +364,6 @@ class StepResult(_message.Message):
     skipped_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     timings: StepTimings
     memory: Memory
+    speculated: _containers.RepeatedCompositeFieldContainer[Speculated]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
-    def __init__(self, step_id: _Optional[int] = ..., sampled: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., filled_blocks: _Optional[_Iterable[_Union[FilledBlock, _Mapping]]] = ..., skipped_seq_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., sampled: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., filled_blocks: _Optional[_Iterable[_Union[FilledBlock, _Mapping]]] = ..., skipped_seq_ids: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., speculated: _Optional[_Iterable[_Union[Speculated, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,113 @@
+"""Guessing tokens, beside the same engine without and mlx-lm's own speculative generation: tokens a second.
+
+    python -m tests.bench.bench_speculation
+    python -m tests.bench.bench_speculation --modes off auto --batches 1 --rounds 3
+
+One JSON line on stdout, a table on stderr. The model is the bundled one in the body of a larger one (see
+`speculation_models`); what guesses for it is the bundled model with noise in its weights. Texts: `copy` asks again for
+a story that stands in the conversation, so that the answer repeats it; `unrelated` draws an answer at temperature 1
+after random tokens. Each side runs in processes of its own, in turns. mlx-lm has no speculation for batches, so it has
+rows for one request only. Wall time is the best of the rounds; so is CPU time, which a busy machine disturbs less.
+Greedy tokens of all modes are compared with mlx-lm's.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench import serve_report
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODES = ("off", "ngram", "draft", "auto")
+SIDES = ("cidery", "mlx-lm")
+TEXTS = ("copy", "unrelated")
+BATCHES = (1, 4, 16)
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Run all cases, or, as a child, those of one side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--num-speculative-tokens", type=int, default=8)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        from worker import blas
+
+        # Before MLX.
+        blas.load()
+        from tests.bench import speculation_sides
+
+        for row in speculation_sides.measure(options):
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+        return
+    rows = _compare(sys.argv[1:], options.rounds)
+    commit, is_dirty = serve_report.commit(REPOSITORY)
+    report = {
+        "benchmark": "speculation",
+        "commit": commit,
+        "dirty": is_dirty,
+        "seed": 0,
+        "rounds": options.rounds,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "machine": serve_report.machine(),
+        "same_tokens_as_mlx_lm": _same_tokens(rows),
+        "rows": [{name: value for name, value in row.items() if name != "tokens"} for row in rows],
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    _show(rows)
+
+
+def _compare(arguments: list[str], rounds: int) -> list[Row]:
+    """The best round of each case."""
+    best: dict[tuple[str, str, str, int], Row] = {}
+    for _ in range(rounds):
+        for side in SIDES:
+            command = [sys.executable, "-m", "tests.bench.bench_speculation", "--side", side, *arguments]
+            child = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+            for row in map(json.loads, child.stdout.splitlines()):
+                key = (side, row["mode"], row["text"], row["batch"])
+                known = best.setdefault(key, {"side": side} | row)
+                for name in ("tokens_per_s", "tokens_per_cpu_s"):
+                    known[name] = max(known[name], row[name])
+    return list(best.values())
+
+
+def _same_tokens(rows: list[Row]) -> bool:
+    """Of the greedy answers, whatever the mode and the batch."""
+    answers: dict[int, list[int]] = {}
+    for row in rows:
+        for number, tokens in enumerate(row["tokens"] if row["text"] == "copy" else []):
+            if answers.setdefault(number, tokens) != tokens:
+                return False
+    return True
+
+
+def _show(rows: list[Row]) -> None:
+    columns = ("tok/s", "by off", "by mlx-lm", "tok/cpu s", "by off", "by mlx-lm", "guessed", "came true", "tok/step")
+    table = Table("text", "batch", "side", "mode", *columns)
+    by_case = {(row["side"], row["mode"], row["text"], row["batch"]): row for row in rows}
+    for row in sorted(rows, key=lambda row: (row["text"], row["batch"])):
+        cells = [row["text"], str(row["batch"]), row["side"], row["mode"]]
+        for name in ("tokens_per_s", "tokens_per_cpu_s"):
+            bases = (by_case.get((side, "off", row["text"], row["batch"])) for side in (row["side"], "mlx-lm"))
+            cells += [f"{row[name]:.1f}", *(f"{row[name] / base[name]:.2f}" if base else "-" for base in bases)]
+        cells += [f"{row[name]:.2f}" for name in ("drafted_per_token", "accepted_per_token", "tokens_per_step")]
+        table.add_row(*cells)
+    Console(stderr=True, width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The draft model against mlx-lm's greedy generation, whatever it has to catch up with and however little it has."""
+
+import json
+import random
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from tests.golden.cases import config_of, make_model
+from tests.worker.families import VOCAB_SIZE
+from worker import models
+from worker.draft import DraftModel, Wanted, check_tokens
+from worker.errors import UnsupportedModelError
+from worker.metal.dispatch import twin_kernels
+
+
+@pytest.fixture(autouse=True)
+def _no_compile():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def make(case="llama tied", *, kv_bytes=1 << 24, vocab_size=VOCAB_SIZE) -> DraftModel:
+    loaded = models.adapt(make_model(case), config_of(case))
+    return DraftModel(loaded, twin_kernels(), vocab_size=vocab_size, kv_bytes=kv_bytes)
+
+
+def greedy(case: str, tokens: list[int], num_tokens: int) -> list[int]:
+    return [int(token) for token, _ in generate_step(mx.array(tokens), make_model(case), max_tokens=num_tokens)]
+
+
+@pytest.mark.parametrize("case", ["llama tied", "gemma3_text", "deepseek_v2"])
+def test_it_guesses_what_the_model_would_generate(case):
+    """Several sequences at once, growing by what was guessed, by other tokens, and not at all."""
+    draft, rng = make(case), random.Random(1)
+    sequences = {
+        seq_id: [rng.randrange(VOCAB_SIZE) for _ in range(length)] for seq_id, length in enumerate((1, 16, 40))
+    }
+    for _ in range(6):
+        wanted = {
+            seq_id: Wanted(tokens, rng.randint(1, 5)) for seq_id, tokens in sequences.items() if rng.random() < 0.8
+        }
+        found = draft.propose(wanted)
+        assert set(found) == set(wanted)
+        for seq_id, drafts in found.items():
+            assert drafts == greedy(case, sequences[seq_id], wanted[seq_id].num_drafts)
+            sequences[seq_id] += drafts[: rng.randint(0, len(drafts))]
+            sequences[seq_id] += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 2))]
+
+
+def test_a_long_prompt_is_caught_up_with_in_chunks_beside_others(monkeypatch):
+    monkeypatch.setattr("worker.draft._MAX_ROWS", 64)
+    draft, rng = make(), random.Random(2)
+    long = [rng.randrange(VOCAB_SIZE) for _ in range(150)]
+    wanted = {1: Wanted(long, 3), 2: Wanted([5, 6], 3)}
+    expected = {1: greedy("llama tied", long, 3), 2: greedy("llama tied", [5, 6], 3)}
+    for _ in range(2):
+        assert draft.propose(wanted) == {2: expected[2]}
+    assert draft.propose(wanted) == expected
+
+
+def test_who_was_not_served_for_longest_gives_way_and_comes_again():
+    draft = make(kv_bytes=1)
+    token_bytes = draft._tensors.total_bytes // (3 * 16)
+    draft = make(kv_bytes=4 * 16 * token_bytes)
+    prompts = {seq_id: [seq_id + 3] * 20 for seq_id in range(3)}
+    for seq_id in (0, 1, 2, 0):
+        assert draft.propose({seq_id: Wanted(prompts[seq_id], 2)}) == {seq_id: greedy("llama tied", prompts[seq_id], 2)}
+    # Two at once don't fit: one of them has no guess.
+    assert list(draft.propose({each: Wanted(prompts[each], 2) for each in (1, 2)})) == [1]
+    for seq_id in prompts:
+        draft.forget(seq_id)
+    draft.forget(77)
+    assert sorted(draft._free) == [1, 2, 3]
+    draft.propose({1: Wanted([4], 2)})
+    draft.reset()
+    assert sorted(draft._free) == [1, 2, 3]
+
+
+def test_tokens_that_one_of_the_models_does_not_have_are_not_guessed_at():
+    narrow = make(vocab_size=5)
+    assert max(narrow.propose({1: Wanted([1, 2, 3], 6)})[1]) < 5
+    assert make().propose({1: Wanted([1, VOCAB_SIZE], 3)}) == {}
+
+
+def test_its_own_context_is_not_gone_beyond():
+    draft = make()
+    longest = draft._loaded.max_model_len
+    assert draft.propose({1: Wanted([1] * longest, 1)}) == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "why"), [("qwen3_next", "recurrent states"), ("deepseek_v32", "one sequence at a time")]
+)
+def test_models_that_cannot_take_a_guess_back_are_refused(case, why):
+    with pytest.raises(UnsupportedModelError, match=f"can't be a draft model: it .*{why}"):
+        make(case)
+
+
+def test_it_must_have_the_same_tokens(tmp_path):
+    for name, vocabulary in (("a", {"x": 0, "y": 1}), ("b", {"x": 0, "z": 1}), ("c", [["x", -1.0], ["y", -2.0]])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    check_tokens(tmp_path / "a", tmp_path / "c")
+    with pytest.raises(UnsupportedModelError, match=r"1 of its 2 tokens are not those of .*a, which has 2"):
+        check_tokens(tmp_path / "a", tmp_path / "b")
