@@ -139,7 +139,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data(), happens=st.sampled_from(["drain", "cordon", "resume", "resume"]))
     def operate(self, data: st.DataObject, happens: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.joined)))
-        getattr(self.router, happens)(name)
+        getattr(self.router.macs, happens)(name)
         if happens == "drain":
             self.draining.add(name)
         elif happens == "cordon":
