@@ -245,7 +245,9 @@ def _truncate(
     all_enough = mx.where(probs >= enough, probs, 0).sum(axis=-1, keepdims=True)
     total = mx.where(top_k < probs.shape[-1], kept.sum(axis=-1, keepdims=True), all_enough)
     before = mx.cumsum(kept, axis=-1, inclusive=False)
-    kept = mx.where((before < _column([row.top_p for row in rows]) * total) | (rank == 0), kept, 0)
+    top_p = _column([row.top_p for row in rows])
+    # Without a share nothing may go because the running sum is rounded: XTC weighs the rest by another temperature.
+    kept = mx.where((before < top_p * total) | (top_p >= 1) | (rank == 0), kept, 0)
     least = mx.where(kept > 0, kept, mx.inf).min(axis=-1)
     return kept, least > sorted_probs[:, -1]
 

@@ -160,6 +160,16 @@ def rows_of(vocab_size: int):
     return st.builds(Row, params=plain | params, prompt=text, answer=text, stops=few.map(tuple))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_xtc_weighs_tokens_that_a_low_temperature_makes_vanish(seed):
+    """At 0.3 most of the sixty add nothing to a running sum in single precision; at 1, as XTC weighs, they do."""
+    raw = np.random.RandomState(999).randn(1500).astype(np.float32) * 6
+    params = SamplingParams(temperature=0.3, top_k=60, xtc_probability=1.0, xtc_threshold=0.1, seed=seed)
+    row = Row(params, (), (), ())
+    (token,), _ = run(mx.array(raw[None]), [row])
+    check_by_twin(token, raw, row)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_rows_are_drawn_as_the_twin_says_and_alone_as_together(data):
