@@ -186,3 +186,34 @@ def test_rows_keep_their_adapters_where_kernels_take_all_rows_at_once(case, tmp_
     for name, folder in folders.items():
         load(mac, name, folder)
     check(mac, oracles, prompts_of(VOCAB_SIZE)[1:4])
+
+
+@pytest.mark.parametrize("case", ["llama tied", "qwen3_moe", "qwen3_next"])
+def test_guesses_are_verified_through_the_sequences_own_adapter(case, tmp_path):
+    """Also of prompts that are scored first."""
+    folder = write_adapter(tmp_path / "a", make_model(case), rank=3)
+    oracles = {"": make_model(case), "a": load_adapters(make_model(case), str(folder))}
+    oracles["a"].eval()
+    prompts = prompts_of(VOCAB_SIZE)[1:4]
+    expected = {
+        (name, at): reference(oracle, prompt, 20)
+        for name, oracle in oracles.items()
+        for at, prompt in enumerate(prompts)
+    }
+    known = [prompts[at] + one.tokens for (_, at), one in expected.items()]
+    mac = InProcessMac(make_model(case), config_of(case), max_drafts=4, answers_to_guess=known)
+    load(mac, "a", folder)
+    scored = Reading(num_top_logprobs=0)
+    answers = {
+        (name, at, is_scored): mac.add(
+            f"{name} {at} {is_scored}", prompts[at], 20, adapter=name, reading=scored if is_scored else None
+        )
+        for name, at in expected
+        for is_scored in (False, True)
+    }
+    mac.run()
+    assert mac.num_accepted > 20
+    found = [each for (name, at, _), one in answers.items() for each in problems(one, expected[name, at], 1e-4)]
+    assert not found
+    for (name, at, is_scored), answer in answers.items():
+        assert len(answer.prompt_logprobs) == (len(prompts[at]) - 1 if is_scored else 0), name
