@@ -1,4 +1,4 @@
-"""The command line: `cidery serve | chat | generate | status | kv | lora | models | simulate`."""
+"""The command line: `cidery serve | chat | generate | status | kv | lora | models | route | simulate`."""
 
 import json
 import logging
@@ -31,6 +31,7 @@ from cluster.kv.policies import POLICIES
 from cluster.kv_plan import kv
 from cluster.lora_cli import lora
 from cluster.models_cli import models
+from cluster.route_cli import route
 from cluster.routing.config import POLICIES as ROUTING_POLICIES
 from cluster.routing.config import RoutingConfig
 from cluster.simulate import simulate
@@ -51,6 +52,7 @@ def main() -> None:
     cidery chat                       talk to it
     cidery status                     what the fleet is doing
     cidery kv plan ./Qwen3-8B         how its KV memory would be cut
+    cidery route explain REQUEST_ID   why a request went where it went
     cidery simulate trace.jsonl       what a fleet would do with these requests
     cidery models supported           which model families run, and how
     cidery lora load pirate ./pirate  an adapter beside the model
@@ -60,6 +62,7 @@ def main() -> None:
 main.add_command(kv)
 main.add_command(simulate)
 main.add_command(models)
+main.add_command(route)
 main.add_command(lora)
 
 

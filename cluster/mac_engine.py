@@ -213,7 +213,10 @@ class MacEngine:
 
     async def _run_worker(self) -> None:
         """From the start of one worker to its end."""
-        worker = await WorkerProcess.start(self._config, self._folder, self._log_path)
+        # Once: a restarted worker gets the memory that was planned then, and has requests waiting for it.
+        worker = await WorkerProcess.start(
+            self._config, self._folder, self._log_path, measures_steps=self.scheduler is None
+        )
         self._worker = worker
         try:
             described = await worker.connect()
@@ -228,9 +231,9 @@ class MacEngine:
             await self._load_adapters(worker)
             self._is_running = True
             log.info(
-                "worker ready mac=%s pid=%d device=%s kernels=%s kv=%s kv_bytes=%d num_blocks=%d activation_bytes=%d",
-                *(self.mac, worker.pid, described.device, described.kernels, kv_format(described)),
-                *(answer.configured.kv_bytes, sum(configure.num_blocks), described.activation_bytes),
+                "worker ready mac=%s pid=%d device=%s kernels=%s kv_bytes=%d num_blocks=%d",
+                *(self.mac, worker.pid, described.device, described.kernels),
+                *(answer.configured.kv_bytes, sum(configure.num_blocks)),
             )
             self._on_change()
             self._pump()
@@ -339,6 +342,11 @@ class MacEngine:
             layout = plan_kv(described, config.kv, max_model_len=self.max_model_len, max_in_flight_tokens=in_flight)
         except ValueError as error:
             raise StartupFailed(f"{self.mac}: {error}") from error
+        log.info(
+            "memory planned mac=%s limit_bytes=%d weights_bytes=%d activation_bytes=%d kv_bytes=%d kv=%s",
+            *(self.mac, described.memory_limit_bytes, described.weights_bytes, described.activation_bytes),
+            *(layout.budget_bytes, kv_format(described)),
+        )
         self.root = root_hash(
             model=self._digests[0],
             tokenizer=self._digests[1],

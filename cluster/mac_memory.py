@@ -32,8 +32,7 @@ def kv_budget_bytes(described: worker_pb2.Description, config: KVConfig) -> int:
         room = described.memory_limit_bytes - taken
         if config.cache_memory_bytes > room:
             asked = f"a KV cache of {config.cache_memory_bytes} bytes"
-            beside = f"{_taken(described)} and {config.adapter_memory_bytes} for adapters"
-            raise ValueError(f"{asked} does not fit: beside {beside} {room} are left")
+            raise ValueError(f"{asked} does not fit: beside {_taken(described, config)} {room} are left")
         return config.cache_memory_bytes
     budget = int(described.memory_limit_bytes * config.memory_utilization) - taken
     return budget if described.is_gpu else min(budget, CPU_KV_BYTES)
@@ -62,13 +61,14 @@ def plan_kv(
             raise
         of = f"{config.memory_utilization:.0%} of {described.memory_limit_bytes} bytes"
         raise KVBudgetTooSmall(
-            f"{error}. The budget is what {_taken(described)} leave of {of}: a smaller max_num_batched_tokens or "
-            "max_num_seqs makes steps smaller"
+            f"{error}. The budget is what {_taken(described, config)} leave of {of}: a smaller "
+            "max_num_batched_tokens or max_num_seqs makes steps smaller"
         ) from error
 
 
-def _taken(described: worker_pb2.Description) -> str:
-    return f"weights of {described.weights_bytes} and steps of {described.activation_bytes} bytes"
+def _taken(described: worker_pb2.Description, config: KVConfig) -> str:
+    others = f"weights of {described.weights_bytes}, steps of {described.activation_bytes}"
+    return f"{others} and adapters of {config.adapter_memory_bytes} bytes"
 
 
 def kv_format(described: worker_pb2.Description) -> str:

@@ -118,14 +118,14 @@ class RouterActor:
         `is_draining`, `cordon` and `adapters` are what the Mac remembers, for a router that has been restarted.
         """
         try:
-            applied = self._router.join(info)
+            applied = self._router.macs.join(info)
         except IncompatibleMac as error:
             log.error("mac refused mac=%s reason=%s", info.name, error)
             raise InvalidRequest("mac", str(error)) from error
         if is_draining:
-            self._router.drain(info.name)
+            self._router.macs.drain(info.name)
         if cordon is not None:
-            self._router.cordon(info.name, cordon)
+            self._router.macs.cordon(info.name, cordon)
         self._adapters.adopt(adapters)
         self._tokenizers[info.model] = tokenizer_digest
         self._heard_s[info.name] = time.monotonic()
@@ -134,14 +134,14 @@ class RouterActor:
 
     async def report(self, report: MacReport) -> ReportAnswer:
         """Applies a Mac's events; the answer says whether its set is known from now on."""
-        if not self._router.knows(report.mac, report.epoch):
+        if not self._router.macs.knows(report.mac, report.epoch):
             return ReportAnswer.JOIN
         self._heard_s[report.mac] = time.monotonic()
-        self._router.observe_steps(report.mac, report.steps)
-        self._router.observe_load(report.mac, report.epoch, report.num_requests)
+        self._router.macs.observe_steps(report.mac, report.steps)
+        self._router.macs.observe_load(report.mac, report.epoch, report.num_requests)
         for packed in report.batches:
             batch = unpack(packed)
-            if self._router.apply_events(batch.mac, batch.epoch, batch.seq, batch.events) is Applied.RESYNC:
+            if self._router.macs.apply_events(batch.mac, batch.epoch, batch.seq, batch.events) is Applied.RESYNC:
                 return ReportAnswer.RESYNC
         if report.digests is not None and self._differs(report.mac, report.epoch, report.next_seq, report.digests):
             return ReportAnswer.RESYNC
@@ -154,14 +154,14 @@ class RouterActor:
     ) -> tuple[int, ...] | None:
         """Groups in which the index differs from what a Mac holds before batch `next_seq`; None: join first."""
         self._heard(mac, epoch)
-        return self._router.check_digests(mac, epoch, next_seq, digests)
+        return self._router.macs.check_digests(mac, epoch, next_seq, digests)
 
     async def differing_buckets(
         self, mac: str, epoch: int, digests: Mapping[int, Sequence[int]]
     ) -> dict[int, tuple[int, ...]] | None:
         """By group, the buckets of hashes in which it differs; None: join first."""
         self._heard(mac, epoch)
-        return self._router.differing_buckets(mac, epoch, digests)
+        return self._router.macs.differing_buckets(mac, epoch, digests)
 
     async def load_difference(
         self,
@@ -173,23 +173,23 @@ class RouterActor:
     ) -> ReportAnswer:
         """By group, buckets and all that the Mac holds in them."""
         self._heard(mac, epoch)
-        applied = self._router.load_difference(mac, epoch, next_seq, buckets, digests)
+        applied = self._router.macs.load_difference(mac, epoch, next_seq, buckets, digests)
         if applied is Applied.OK:
             log.info("mac in step mac=%s epoch=%d next_seq=%d", mac, epoch, next_seq)
             return ReportAnswer.OK
-        return ReportAnswer.RESYNC if self._router.knows(mac, epoch) else ReportAnswer.JOIN
+        return ReportAnswer.RESYNC if self._router.macs.knows(mac, epoch) else ReportAnswer.JOIN
 
     async def leave(self, mac: str, epoch: int) -> None:
         """The Mac's manager is shutting down."""
-        self._router.leave(mac, epoch)
+        self._router.macs.leave(mac, epoch)
         self._heard_s.pop(mac, None)
         self._adapters.forget(mac)
 
     async def lost(self, mac: str, epoch: int) -> None:
         """A gateway's stream to this incarnation broke; the Mac's own report takes it back if it lives."""
-        if self._router.knows(mac, epoch):
+        if self._router.macs.knows(mac, epoch):
             log.warning("mac lost mac=%s epoch=%d", mac, epoch)
-            self._router.lost(mac)
+            self._router.macs.lost(mac)
 
     async def route(self, query: RouteQuery) -> Decision:
         """Chooses and books, once it is the request's turn.
@@ -218,8 +218,9 @@ class RouterActor:
 
     async def note(self, notes: RequestNotes) -> None:
         """Progress of many requests at once."""
+        now_s = time.monotonic()
         for request_id, num_cached_tokens in notes.first_token:
-            if self._router.first_token(request_id, num_cached_tokens):
+            if self._router.first_token(request_id, num_cached_tokens, now_s):
                 explained = self._router.explain(request_id)
                 mac = explained.decision.mac if explained.decision else ""
                 log.error("cache hits on a mac are not as predicted mac=%s request_id=%s", mac, request_id)
@@ -237,15 +238,15 @@ class RouterActor:
 
     async def drain(self, mac: str) -> None:
         """Nothing new goes to the Mac. Raises NotFound."""
-        self._on_mac(self._router.drain, mac)
+        self._on_mac(self._router.macs.drain, mac)
 
     async def cordon(self, mac: str, note: str) -> None:
         """Nothing new goes to the host, even if it leaves and comes back. Raises NotFound."""
-        self._on_mac(lambda name: self._router.cordon(name, note), mac)
+        self._on_mac(lambda name: self._router.macs.cordon(name, note), mac)
 
     async def resume(self, mac: str) -> None:
         """The Mac takes requests again. Raises NotFound."""
-        self._on_mac(self._router.resume, mac)
+        self._on_mac(self._router.macs.resume, mac)
 
     async def fleet(self) -> tuple[MacStatus, ...]:
         """Every Mac that has joined and not left."""
@@ -286,12 +287,12 @@ class RouterActor:
         return replace(query, lacking=self._adapters.lacking(query.adapter, macs))
 
     def _heard(self, mac: str, epoch: int) -> None:
-        if self._router.knows(mac, epoch):
+        if self._router.macs.knows(mac, epoch):
             self._heard_s[mac] = time.monotonic()
 
     def _differs(self, mac: str, epoch: int, next_seq: int, digests: Sequence[int]) -> bool:
         """The periodic check: nobody knows of a reason, so a difference is a fault."""
-        differing = self._router.check_digests(mac, epoch, next_seq, digests)
+        differing = self._router.macs.check_digests(mac, epoch, next_seq, digests)
         if differing:
             log.error("index and mac differ mac=%s epoch=%d groups=%s: comparing", mac, epoch, differing)
         return bool(differing)
@@ -342,5 +343,5 @@ class RouterActor:
             for mac, heard_s in list(self._heard_s.items()):
                 if now_s - heard_s > SILENCE_S:
                     log.warning("mac silent mac=%s silent_s=%.1f", mac, now_s - heard_s)
-                    self._router.lost(mac)
+                    self._router.macs.lost(mac)
                     del self._heard_s[mac]

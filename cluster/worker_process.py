@@ -34,15 +34,20 @@ class WorkerProcess:
         self._writer: StreamWriter | None = None
 
     @classmethod
-    async def start(cls, config: MacConfig, model_folder: Path, log_path: Path) -> "WorkerProcess":
-        """Starts the child; `connect` waits until it has its model. Its output goes to `log_path`."""
+    async def start(
+        cls, config: MacConfig, model_folder: Path, log_path: Path, *, measures_steps: bool = True
+    ) -> "WorkerProcess":
+        """Starts the child; `connect` waits until it has its model. Its output goes to `log_path`.
+
+        With `measures_steps` it runs its largest step first, which takes up to some seconds.
+        """
         # A short path: the limit is 103 bytes on macOS.
         socket = Path(tempfile.mkdtemp(prefix="cidery-", dir="/tmp")) / "worker.sock"
         with log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "worker", "--model", str(model_folder), "--dtype", config.model.dtype),
                 *("--socket", str(socket), "--exit-with-stdin"),
-                *_options(config),
+                *_options(config, measures_steps=measures_steps),
                 stdin=PIPE,
                 stdout=output,
                 stderr=output,
@@ -116,16 +121,19 @@ class WorkerProcess:
         return StartupFailed(f"worker {how}:\n{self.log_tail()}")
 
 
-def _options(config: MacConfig) -> list[str]:
+def _options(config: MacConfig, *, measures_steps: bool) -> list[str]:
     """What the worker is told beside its model; what is not set, it decides itself."""
     settings = {
         "--block-size": config.kv.block_size_tokens,
         "--kv-bits": config.kv.kv_bits,
         "--kv-group-size": config.kv.kv_group_size,
-        "--max-num-seqs": config.batch.max_num_seqs,
-        "--max-num-batched-tokens": config.batch.max_num_batched_tokens,
-        "--max-model-len": config.model.max_model_len,
         "--num-speculative-tokens": config.speculation.max_drafts or None,
         "--draft-model": config.speculation.draft_model,
     }
+    if measures_steps:
+        settings |= {
+            "--max-num-seqs": config.batch.max_num_seqs,
+            "--max-num-batched-tokens": config.batch.max_num_batched_tokens,
+            "--max-model-len": config.model.max_model_len,
+        }
     return [word for name, value in settings.items() if value is not None for word in (name, str(value))]

@@ -72,10 +72,9 @@ def _serve(config: WorkerConfig) -> int:
     try:
         engine = _build_engine(config)
         if config.max_num_seqs is not None and config.max_num_batched_tokens is not None:
-            # A draft is drawn like a sequence's next token.
-            num_drawn = config.max_num_seqs * (1 + config.num_speculative_tokens)
-            num_drawn = min(num_drawn, config.max_num_batched_tokens)
-            limits = StepLimits(num_drawn, config.max_num_batched_tokens, config.max_model_len, config.block_size)
+            limits = StepLimits(
+                config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
+            )
             engine.activation_bytes = activation_bytes(engine, limits)
         # What is loaded stays: a collection that walks it all would stall a step.
         gc.collect()

@@ -14,13 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.nn.layers.embedding import Embedding
-from mlx.nn.layers.linear import Linear
-from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from worker import adapter_files
+from worker.adapter_deltas import EMBEDDING, FOLDED_NAME, SWITCH, Delta, delta_of, folded_deltas, is_folded
 from worker.adapter_files import AdapterFiles
 from worker.adapter_rows import BASE, Cut, StepAdapters
 from worker.attention import Step
@@ -28,28 +26,9 @@ from worker.batch import Batch, Span
 from worker.errors import AdapterRefused, UnsupportedModelError
 from worker.models import SamplingHead
 
-_LINEAR = (Linear, QuantizedLinear)
-_SWITCH = (SwitchLinear, QuantizedSwitchLinear)
-_EMBEDDING = (Embedding, QuantizedEmbedding)
 # Modules that sort rows by expert before their switch layers see them, so rows are parted by adapter before that.
 _SORTING = (SwitchGLU, SwitchMLP)
 _MAX_TOLD = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one adapter does to one layer. `factor` of DoRA: learned magnitude over the adapted weights' norm."""
-
-    lora_a: mx.array
-    lora_b: mx.array
-    scale: float
-    m: mx.array | None = None
-    factor: mx.array | None = None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All of them."""
-        return [array for array in (self.lora_a, self.lora_b, self.m, self.factor) if array is not None]
 
 
 class Adaptation:
@@ -106,8 +85,10 @@ class Parting:
 class Adapters:
     """All adapters of a loaded model. Owns what they change in it."""
 
-    def __init__(self, model: Module, step: Step) -> None:
+    def __init__(self, model: Module, step: Step, *, mixes_rows: bool = True) -> None:
+        """`mixes_rows` false: no forward has rows of several sequences."""
         self._model = model
+        self._mixes_rows = mixes_rows
         self._step = step
         # Layers that each adapter changes, and the modules around them that mix up rows.
         self._layers: dict[str, list[tuple[Any, Any]]] = {}
@@ -153,10 +134,9 @@ class Adapters:
     def _fit(self, files: AdapterFiles) -> list["_Found"]:
         """Each layer of the adapter, and what it does to it; all misfits are told."""
         found, problems = [], []
-        for path, tensors in files.tensors.items():
+        for path, tensors in sorted(files.tensors.items()):
             try:
-                layer, owner = _resolve(self._model, path)
-                found.append(_Found(layer, owner, _delta(path, layer, tensors, files)))
+                found += _found(self._model, path, tensors, files)
             except AdapterRefused as error:
                 problems.append(str(error))
         if problems:
@@ -186,6 +166,8 @@ class Adapters:
 
         Finds layers that see rows in an arrangement that is not known. Raises UnsupportedModelError.
         """
+        if not self._mixes_rows:
+            return
         names = (BASE, digest, BASE)
         batch = Batch([Span([0], 0, [0], True, ([0],), adapter=name) for name in names], block_size=1)
         self._step.adapters = StepAdapters.of(batch)
@@ -226,7 +208,7 @@ def _adapted_class(cls: type) -> type:
         return adapted
 
     body: dict[str, Any] = {"__call__": call, "__module__": cls.__module__}
-    if issubclass(cls, _EMBEDDING):
+    if issubclass(cls, EMBEDDING):
         body["as_linear"] = as_linear
     return type(f"Adapted{cls.__name__}", (cls,), body)
 
@@ -300,34 +282,39 @@ class _EmbeddingKind(_Kind):
 
 
 def _kind_of(layer: Module) -> _Kind:
-    if isinstance(layer, _SWITCH):
+    if isinstance(layer, SWITCH):
         return _SwitchKind()
-    return _EmbeddingKind() if isinstance(layer, _EMBEDDING) else _Kind()
+    return _EmbeddingKind() if isinstance(layer, EMBEDDING) else _Kind()
 
 
-def _resolve(model: Module, path: str) -> tuple[Any, Any]:
-    """(a layer, the module around it that mixes up rows or None). Raises AdapterRefused."""
+def _found(model: Module, path: str, tensors: dict[str, mx.array], files: AdapterFiles) -> list[_Found]:
+    """The layer at a path, or those that stand for it, and what is done to each. Raises AdapterRefused."""
     # Of a model with vision, the text model alone is loaded; paths in adapters start from the outermost.
     inner = path
     nodes = _walk(model, inner)
     while nodes is None and inner.startswith("language_model."):
         inner = inner.removeprefix("language_model.")
         nodes = _walk(model, inner)
+    parent, _, name = inner.rpartition(".")
+    if nodes is None and name == FOLDED_NAME and (around := _walk(model, parent)) and is_folded(around[-1]):
+        return [_Found(layer, None, delta) for layer, delta in folded_deltas(path, around[-1], tensors, files)]
     layer = nodes[-1] if nodes else None
     if isinstance(layer, SamplingHead):
         layer = layer.project
-    if not isinstance(layer, Module):
+    if nodes is None or not isinstance(layer, Module):
         raise AdapterRefused(f"the model, as it is run, has no layer {path}")
-    if isinstance(layer, _SWITCH):
-        assert nodes is not None
+    return [_Found(layer, _mixing_owner(path, inner.split("."), nodes), delta_of(path, layer, tensors, files))]
+
+
+def _mixing_owner(path: str, names: list[str], nodes: list[Any]) -> Any:
+    """The module around a layer that mixes up rows before the layer sees them; None if none does."""
+    if isinstance(nodes[-1], SWITCH):
         if not isinstance(nodes[-2], _SORTING):
-            kinds = f"{type(layer).__name__} in a {type(nodes[-2]).__name__}"
+            kinds = f"{type(nodes[-1]).__name__} in a {type(nodes[-2]).__name__}"
             raise AdapterRefused(f"{path} is a {kinds}, which is not supported")
-        return layer, nodes[-2]
-    names = inner.split(".")
+        return nodes[-2]
     # A list of experts, each of which sees rows that were picked for it.
-    owner = nodes[names.index("experts")] if nodes and "experts" in names[:-1] else None
-    return layer, owner
+    return nodes[names.index("experts")] if "experts" in names[:-1] else None
 
 
 def _walk(model: Module, path: str) -> list[Any] | None:
@@ -343,56 +330,3 @@ def _walk(model: Module, path: str) -> list[Any] | None:
             return None
         nodes.append(found)
     return nodes
-
-
-def _delta(path: str, module: Any, tensors: dict[str, mx.array], files: AdapterFiles) -> Delta:
-    """Shapes are mlx-lm's, by kind of layer. Raises AdapterRefused."""
-    rank, name = files.rank, type(module).__name__
-    if isinstance(module, _SWITCH):
-        if files.is_dora:
-            raise AdapterRefused(f"{path} is a {name}, for which there is no DoRA")
-        experts, outputs, inputs = module.num_experts, module.output_dims, module.input_dims
-        wanted: dict[str, tuple[int, ...]] = {"lora_a": (experts, rank, inputs), "lora_b": (experts, outputs, rank)}
-    elif isinstance(module, _LINEAR):
-        outputs, inputs = _dims(module)
-        wanted = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}
-    elif isinstance(module, _EMBEDDING):
-        if files.is_dora and isinstance(module, QuantizedEmbedding):
-            raise AdapterRefused(f"{path} is a {name}, for which there is no DoRA")
-        num_embeddings, dims = _dims(module)
-        wanted = {"lora_a": (num_embeddings, rank), "lora_b": (rank, dims), "m": (num_embeddings,)}
-    else:
-        raise AdapterRefused(f"{path} is a {name}; adapters are for linear, switch and embedding layers")
-    for leaf, tensor in tensors.items():
-        if tensor.shape != wanted[leaf]:
-            raise AdapterRefused(f"{path}.{leaf} has shape {tensor.shape}; with rank {rank} it must be {wanted[leaf]}")
-    lora_a, lora_b = tensors["lora_a"], tensors["lora_b"]
-    if not files.is_dora:
-        return Delta(lora_a, lora_b, files.scale)
-    weight = _weight(module)
-    if isinstance(module, _EMBEDDING):
-        adapted = weight + (files.scale * lora_a) @ lora_b
-    else:
-        adapted = weight + (files.scale * lora_b.T) @ lora_a.T
-    return Delta(lora_a, lora_b, files.scale, tensors["m"], tensors["m"] / mx.linalg.norm(adapted, axis=1))
-
-
-def _dims(module: Any) -> tuple[int, int]:
-    rows, columns = module.weight.shape
-    if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-        columns = columns * 32 // module.bits
-    return rows, columns
-
-
-def _weight(module: Any) -> mx.array:
-    weight: mx.array = module.weight
-    if isinstance(module, QuantizedLinear):
-        weight = mx.dequantize(
-            weight,
-            module.scales,
-            module.get("biases"),
-            group_size=module.group_size,
-            bits=module.bits,
-            mode=module.mode,
-        )
-    return weight

@@ -79,7 +79,7 @@ class Step:
         self._batch = self._tensors = self.hidden = self.adapters = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Handle:
     """Stands for all keys, or all values, of one layer for the whole step.
 
@@ -133,6 +133,7 @@ class PagedCache:
         self._step = step
         self._index = index
         self._shape = shape
+        self._is_even = shape.head_dim == shape.value_head_dim
         # What a dense step fetched, and what a step wrote, for layers that share it.
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -200,22 +201,21 @@ class PagedCache:
 
     def attend(self, queries: mx.array, keys: Handle, values: Handle, scale: float, extras: Extras = PLAIN) -> mx.array:
         """Attention of the step's queries over the pool; shape of the queries, with the values' last dimension."""
-        call = self._call(
-            scale, extras, may_share=extras is PLAIN and self._shape.head_dim == self._shape.value_head_dim
-        )
+        call = self._call(scale, extras, is_plain=extras is PLAIN and self._is_even)
         if pool_attention.attends_to_fresh_keys(call):
             return pool_attention.fresh(call, queries, keys.fresh, values.fresh)
         return self._step.tensors.read(self._index, functools.partial(pool_attention.attend, call, queries))
 
     def attend_latent(self, queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
         """Latent attention: queries `[rows, heads, 1, latent_dim]`, rotary ones scaled already; result alike."""
-        call = self._call(scale, PLAIN, may_share=False)
+        call = self._call(scale, PLAIN, is_plain=False)
         reader = functools.partial(pool_attention.attend_latent, call, queries, rotary_queries)
         return self._step.tensors.read(self._index, reader)
 
-    def _call(self, scale: float, extras: Extras, *, may_share: bool) -> LayerCall:
+    def _call(self, scale: float, extras: Extras, *, is_plain: bool) -> LayerCall:
         step = self._step
-        return LayerCall(self._shape, step.batch, self._rows(may_share=may_share), step.kernels, scale, extras)
+        rows = self._rows(may_share=is_plain)
+        return LayerCall(self._shape, step.batch, rows, step.kernels, scale, extras, is_plain)
 
     def _rows(self, *, may_share: bool) -> GroupRows:
         group = self._step.tensors.group_of[self._index]

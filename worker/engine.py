@@ -51,7 +51,7 @@ class Engine:
         self._step = Step(kernels)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
-        self._adapters = Adapters(loaded.model, self._step)
+        self._adapters = Adapters(loaded.model, self._step, mixes_rows=loaded.layout is not Layout.DENSE)
         self._tensors: KVTensors | None = None
         self._blocks: PlanBlocks | None = None
         self._tables: TableLayout | None = None

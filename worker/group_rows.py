@@ -157,7 +157,9 @@ class GroupRows:
         """Beyond short contexts, at most a factor of two in blocks, which bounds the padding; decodes come sorted."""
         groups, first = [], 0
         spans, skips = self._spans[: self._num_decodes], self._skips[: self._num_decodes]
-        firsts = [max(skip, self._first_block(span)) for span, skip in zip(spans, skips, strict=True)]
+        firsts = list(skips)
+        if self.reach != FULL_REACH:
+            firsts = [max(skip, self._first_block(span)) for span, skip in zip(spans, skips, strict=True)]
         sizes = [_num_blocks(span.end, self.block_size) - start for span, start in zip(spans, firsts, strict=True)]
         for row in range(1, self._num_decodes + 1):
             is_last = row == self._num_decodes
@@ -224,9 +226,11 @@ class GroupRows:
             for span, start in zip(spans, firsts[first:last], strict=True)
         ]
         tables = np.array([[*head, *[0] * (max_blocks - len(head))] for head in heads], np.int32)
-        # A skipped prefix is within reach of whoever shares it.
-        hidden = np.array([self.reach.first_needed(span.start) for span in spans], np.int32) - starts
-        num_hidden = hidden if self.reach != FULL_REACH and hidden.any() else None
+        num_hidden = None
+        if self.reach != FULL_REACH:
+            # A skipped prefix is within reach of whoever shares it.
+            hidden = np.array([self.reach.first_needed(span.start) for span in spans], np.int32) - starts
+            num_hidden = hidden if hidden.any() else None
         return DecodeGroup(first, last, tables, lens, size, num_hidden, is_sharing=self._skips[first] > 0)
 
 

@@ -42,6 +42,12 @@ class KVTensors:
         self.group_of = {cache: number for number, group in enumerate(groups) for cache in group.caches}
         self._writer = writer
         self._arrays = PoolArrays(caches, groups, num_blocks, block_size, writer)
+        # Of attention caches: shape, group, pools.
+        self._kept = {
+            cache: (shape, self.group_of[cache], self._arrays.pools[cache])
+            for cache, shape in enumerate(caches)
+            if isinstance(shape, LayerShape)
+        }
         self._states = {
             cache: PendingStates(shape, writer, self._arrays.pools[cache])
             for cache, shape in enumerate(caches)
@@ -76,11 +82,10 @@ class KVTensors:
 
         A cache that holds one vector (keys alone, latents) gives `reader(keys, after=token)`. See `PoolWriter.read`.
         """
-        stored = self._layer(cache).quantization
-        pools = self._arrays.pools[cache]
+        shape, _, pools = self._kept[cache]
+        stored, heads = shape.quantization, shape.num_kv_heads
         if stored is None:
             return self._writer.read(pools, reader)
-        heads = self._layer(cache).num_kv_heads
 
         def quantized_reader(*arrays: mx.array, after: mx.array | None) -> Result:
             by_block = [array.reshape(-1, heads, *array.shape[1:]) for array in arrays]
@@ -95,16 +100,17 @@ class KVTensors:
 
         Returns them as whoever reads the pool will see them.
         """
-        shape = self._layer(cache)
-        slots = batch.view(self.group_of[cache], shape.reach).slots
-        new = [mx.concatenate([keys, values], axis=-1)] if shape.is_latent else [keys, values]
-        rows = new[: len(shape.vector_widths)]
+        shape, group, pools = self._kept[cache]
+        slots = batch.view(group, shape.reach).slots
+        if shape.is_latent:
+            rows = [mx.concatenate([keys, values], axis=-1)]
+        else:
+            rows = [keys, values] if shape.value_head_dim else [keys]
         if batch.num_tokens > 1:
             size = (batch.num_tokens, shape.num_kv_heads, -1)
             rows = [(row.swapaxes(1, 2) if batch.is_flat else row).reshape(size) for row in rows]
         # Some models' values are of another type than their keys.
         rows = [row if row.dtype == shape.dtype else row.astype(shape.dtype) for row in rows]
-        pools = self._arrays.pools[cache]
         stored = shape.quantization
         if stored is None:
             self._writer.write(pools, rows, slots)
@@ -115,11 +121,6 @@ class KVTensors:
             self._writer.quantize((packed, scales, biases), row, slots, bits=bits, group_size=group_size)
         seen_keys, seen_values = (_rounded(rows, stored) for rows in (keys, values))
         return seen_keys, seen_values
-
-    def _layer(self, cache: int) -> LayerShape:
-        shape = self.caches[cache]
-        assert isinstance(shape, LayerShape)
-        return shape
 
     def update_state(self, cache: int, number: int, kernel: Callable[..., tuple[mx.array, mx.array]]) -> mx.array:
         """What `kernel(pool, after=token)` gives beside its token; it updates one tensor of a state by slot, in place.
@@ -176,7 +177,7 @@ class KVTensors:
         pools: list[Pool] = []
         for cache in self.groups[group].caches:
             # The last vector: values, or latents, whose front is the values. Packed words are finite whatever they are.
-            is_plain = self._layer(cache).quantization is None
+            is_plain = self._kept[cache][0].quantization is None
             pools += self._arrays.pools[cache][-1:] if is_plain else self._arrays.pools[cache][-2:]
         self._writer.fill(pools, block_ids)
 

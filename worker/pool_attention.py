@@ -13,37 +13,37 @@ from worker.batch import Batch
 from worker.cascade import cascade_attention
 from worker.group_rows import GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
-from worker.metal import twins
+from worker.metal import prefill, twins
 from worker.metal.dispatch import Kernels
 from worker.metal.kv_pools import KVPool
 from worker.metal.prefill_rows import PrefillOptions
-from worker.odd_attention import PLAIN, Extras
+from worker.odd_attention import Extras
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that would make it take three times as long, once a layer.
+@dataclass(slots=True)
 class LayerCall:
-    """One layer's attention in one step. `scale` is that of the scores."""
+    """One layer's attention in one step. `scale` is that of the scores.
+
+    `is_plain`: the layer attends as plain kernels do, but perhaps for its reach.
+    """
 
     shape: LayerShape
     batch: Batch
     rows: GroupRows
     kernels: Kernels
     scale: float
-    extras: Extras = PLAIN
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the layer attends as plain kernels do, but perhaps for its reach."""
-        return self.extras is PLAIN and self.shape.head_dim == self.shape.value_head_dim
+    extras: Extras
+    is_plain: bool
 
 
 def attends_to_fresh_keys(call: LayerCall) -> bool:
     """Whether the step's own keys are the whole context, in the order that attention takes: a prompt's first chunk."""
     batch, rows = call.batch, call.rows
-    if call.shape.quantization is not None and call.kernels.prefill is not None:
-        # What kernels write need not be what MLX rounds to, bit for bit.
-        return False
     if not (batch.is_flat and rows.prefills and call.is_plain and batch.spans[0].start == 0):
+        return False
+    if call.kernels.prefill is not None and (call.shape.quantization or not prefill.is_fused(call.shape.head_dim)):
+        # What kernels write need not be what MLX rounds to, bit for bit.
         return False
     return isinstance(rows.prefills[0].mask, str)
 

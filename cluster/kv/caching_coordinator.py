@@ -12,6 +12,9 @@ from cluster.kv.policies import RetentionPolicy
 from cluster.kv.prefix_tree import Segment, num_common
 from cluster.kv.sequence import BlockCopy, ComputedBlocks, Pages, Sequence, TableEdit
 
+# Where windows are left behind, a long prefix gets a point so often: where it can be cut when memory is short.
+_INTERVAL_TOKENS = 4096
+
 
 class _CachingCoordinator(KVCacheCoordinator):
     """What both kinds of model with a prefix cache share: registering and ending."""
@@ -20,6 +23,9 @@ class _CachingCoordinator(KVCacheCoordinator):
         super().__init__(layout, policy, events)
         # Grows when a state or a missing block becomes findable: a look-up made before may find more now.
         self.num_filled = 0
+        # Blocks between points on the way where windows make them; states take pages of their own, by checkpoints.
+        has_intervals = policy.weighs_costs and self.retention.evictor.has_windows and not self._state_managers
+        self._interval = max(1, _INTERVAL_TOKENS // self.block_size) if has_intervals else 0
 
     @property
     def _stamp(self) -> tuple[int, int, int]:
@@ -48,10 +54,14 @@ class _CachingCoordinator(KVCacheCoordinator):
             end = depth + num_blocks - done
             if sequence.points:
                 end = min(end, sequence.points[0][0])
+            if self._interval:
+                end = min(end, (depth // self._interval + 1) * self._interval)
             num_done = self._advance(sequence, hashes[done * HASH_BYTES : (done + end - depth) * HASH_BYTES], edits)
             done += num_done
             if sequence.points and sequence.depth == sequence.points[0][0]:
                 self._make_point(sequence, sequence.points.pop(0)[1])
+            elif self._interval and sequence.depth % self._interval == 0:
+                self._make_point(sequence, PointKind.INTERVAL)
         return edits
 
     def checkpoint(self, seq_id: int, num_tokens: int, kind: PointKind) -> tuple[BlockCopy, ...]:

@@ -163,8 +163,7 @@ class Evictor:
             ids: list[int] = blocks[first:last].tolist()
             pool.forget(ids)
             self.num_evicted += len(ids)
-            if ids:
-                self._events.removed(manager.group_id, segment.hashes_between(start, end))
+            self._events.removed(manager.group_id, segment.hashes_between(start, end))
             return len(ids)
         offsets = [i for i in range(first, last) if blocks[i] != NULL_BLOCK]
         if spares_held:

@@ -9,6 +9,9 @@ from cluster.kv.reuse_model import ReuseModel
 class RetentionPolicy(ABC):
     """Ranks resume points; the lowest goes first."""
 
+    # Whether it tells points that are rarely stopped at from others: only then windows are kept on the way.
+    weighs_costs = True
+
     @abstractmethod
     def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
         """A ranking begins, given (gap, age) of every prefix not used again since."""
@@ -25,6 +28,8 @@ class RetentionPolicy(ABC):
 
 class LruPolicy(RetentionPolicy):
     """Least recently used first, whatever it costs: the reference's rule."""
+
+    weighs_costs = False
 
     def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
         """Nothing to learn."""

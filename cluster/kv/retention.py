@@ -21,7 +21,7 @@ from cluster.kv.memory import PoolSet
 from cluster.kv.point_costs import PointCosts, fallback_of
 from cluster.kv.points import PointKind, StopModel
 from cluster.kv.policies import RetentionPolicy
-from cluster.kv.prefix_tree import PrefixTree, Segment
+from cluster.kv.prefix_tree import NO_GAP, PrefixTree, Segment
 from cluster.kv.sequence import Sequence
 
 _MAX_GHOSTS = 4096
@@ -30,6 +30,10 @@ _RANKED_PER_REQUEST = 256
 _CHEAP, _POINT, _PINNED = 0, 1, 2
 # Of the memory, what pins may hold at most: the rest stays open to everyone.
 _PIN_SHARE = 0.5
+
+# Kind, rank and a number of its own, all negated, and whose point: the greatest goes first, off a list's end. What is
+# left behind ranks by age, the oldest first.
+Entry = tuple[int, float, int, Segment]
 
 
 class Retention:
@@ -57,7 +61,7 @@ class Retention:
         # Requests started: what ages are counted in.
         self.clock = 0
         self._ghosts: dict[bytes, tuple[int, int]] = {}
-        self._queue: list[tuple[int, float, int, Segment]] = []
+        self._queue: list[Entry] = []
         self._ranked_at = -1
         self._next_number = 0
         self._now_s = 0.0
@@ -71,7 +75,7 @@ class Retention:
     def used(self, path: Seq[Segment], depth: int, hashes: bytes, now_s: float) -> int:
         """A request started on the first `depth` positions of a path and wants all of `hashes`.
 
-        Returns the gap since a longer prefix of it was last here, as the policy's clock counts, or -1.
+        Returns how long whoever goes on there has waited, as the policy's clock counts, or -1 if nobody was there.
         """
         self.clock += 1
         self._now_s = max(self._now_s, now_s)
@@ -83,10 +87,18 @@ class Retention:
             segment.gap, segment.last_use = age, clock
         for segment in path[:-1]:
             self._stops.observe(segment, is_stop=False)
-        if path and depth == (end := path[-1]).end < num_wanted and end.children:
-            # It goes on, but not as anything known does.
-            self._stops.observe(end, is_stop=True)
-        return self._observe_ghosts(hashes, depth)
+        gap = self._observe_ghosts(hashes, depth)
+        if gap != NO_GAP:
+            self._stops.observe_return(is_cut=True)
+        if path and depth == (end := path[-1]).end < num_wanted:
+            if end.children:
+                # It goes on, but not as anything known does.
+                self._stops.observe(end, is_stop=True)
+            elif gap == NO_GAP:
+                # The newest turn of somebody who comes again; what follows will wait as this did.
+                self._stops.observe_return(is_cut=False)
+                gap = end.gap
+        return gap
 
     def release(self, is_enough: Callable[[], bool], lacking: Callable[[], int], worth: float | None = None) -> bool:
         """Evict until `is_enough()`; False if all that may go is gone before. `lacking()`: blocks still needed.
@@ -97,7 +109,7 @@ class Retention:
         """
         ranked_at = -1
         while not is_enough():
-            if self._left_behind and (not self._queue or self._queue[-1][0] != _CHEAP):
+            if self._left_behind and (not self._queue or -self._queue[-1][0] != _CHEAP):
                 segment, start = next(iter(self._left_behind.items()))
                 del self._left_behind[segment]
                 self.evictor.thin_from(segment, start)
@@ -109,12 +121,13 @@ class Retention:
                 self._rank()
                 ranked_at = self.evictor.num_evicted
                 continue
-            kind, rank, _, segment = self._queue[-1]
-            if worth is not None and (kind, rank) >= (_POINT, worth):
+            entry = self._queue[-1]
+            if worth is not None and entry[:2] <= (-_POINT, -worth):
                 return False
             self._queue.pop()
-            if segment.parent is not None:
-                self._evict(segment, kind, lacking())
+            segment = entry[3]
+            if segment.parent is not None and not self._rises(entry):
+                self._evict(segment, -entry[0], lacking())
         return True
 
     def designate(self, segment: Segment, kind: PointKind) -> None:
@@ -123,6 +136,8 @@ class Retention:
             return
         segment.kind = max(segment.kind, kind) if segment.is_point else kind
         segment.is_point = True
+        if self._queue and not self._is_full_only:
+            self._enqueue(segment)
 
     def worth(self, sequence: Sequence, depth: int, kind: PointKind) -> float:
         """Rank of a checkpoint that a running sequence would make after `depth` blocks. O(segments above)."""
@@ -165,7 +180,7 @@ class Retention:
         return self.clock - self._ranked_at > self._tree.num_segments // _RANKED_PER_REQUEST
 
     def _observe_ghosts(self, hashes: bytes, depth: int) -> int:
-        gap = -1
+        gap = NO_GAP
         if self._ghosts:
             for at in range(depth * HASH_BYTES, len(hashes), HASH_BYTES):
                 ghost = self._ghosts.pop(hashes[at : at + HASH_BYTES], None)
@@ -190,29 +205,53 @@ class Retention:
             if self.evictor.has_windows:
                 reach[segment] = needed = self.evictor.needed_from(segment, reach)
                 if self.evictor.has_left_behind(segment, needed):
-                    self._queue.append((_CHEAP, clock - segment.last_use, self._number(), segment))
-            self._consider(segment)
-        self._queue.sort(key=_eviction_order, reverse=True)
+                    self._queue.append((-_CHEAP, clock - segment.last_use, self._number(), segment))
+            entry = self._entry_of(segment)
+            if entry is not None:
+                self._queue.append(entry)
+        self._queue.sort()
 
-    def _consider(self, segment: Segment) -> None:
-        """Queue the segment's point if evicting it would free anything."""
+    def _entry_of(self, segment: Segment) -> Entry | None:
+        """Where in the order the segment's point goes; None if evicting it would free nothing."""
         # A running sequence will append below: what it came from is an inner point already.
         is_leaf = not segment.children and not segment.num_cursors
-        if not is_leaf and (self._is_full_only or not segment.is_point):
-            return
-        if is_leaf and not self.evictor.has_evictable_tail(segment):
-            return
-        fallback = fallback_of(segment)
-        freed = self._costs.leaf_bytes(segment, fallback) if is_leaf else self._costs.inner_bytes(segment, fallback)
-        if freed == 0:
-            return
-        lost = float(segment.end - fallback) * self._block_size
+        if is_leaf:
+            if not self.evictor.has_evictable_tail(segment):
+                return None
+        elif self._is_full_only or not segment.is_point:
+            return None
         if self._is_full_only:
-            lost = segment.num_blocks * self._block_size
+            lost = float(segment.num_blocks * self._block_size)
+            freed = self._managers[0].page_bytes * segment.num_blocks
+        else:
+            fallback = fallback_of(segment)
+            lost = float(segment.end - fallback) * self._block_size
+            freed = self._costs.leaf_bytes(segment, fallback) if is_leaf else self._costs.inner_bytes(segment, fallback)
+        if freed == 0:
+            return None
         if not is_leaf:
             lost *= self._stops.share(segment)
         rank = self._policy.rank(segment.gap, segment.priority, self.clock - segment.last_use, lost, freed)
-        self._queue.append((self._kind_of(segment), rank, self._number(), segment))
+        return -self._kind_of(segment), -rank, self._number(), segment
+
+    def _enqueue(self, segment: Segment) -> None:
+        """Queue a point that there was not at the last ranking, or what has become a leaf."""
+        entry = self._entry_of(segment)
+        if entry is not None:
+            insort(self._queue, entry)
+
+    def _rises(self, old: Entry) -> bool:
+        """Queue a segment again whose rank has risen since: what hung on it is gone, or it has been used."""
+        kind, rank, _, segment = old
+        if -kind == _CHEAP:
+            return False
+        entry = self._entry_of(segment)
+        if entry is None:
+            return True
+        if entry[:2] >= (kind, rank):
+            return False
+        insort(self._queue, entry)
+        return True
 
     def _kind_of(self, segment: Segment) -> int:
         is_pinned = segment.pinned_until_s > self._now_s and segment not in self._pins_over_budget
@@ -234,7 +273,7 @@ class Retention:
                 self.pinned_bytes += num_bytes
 
     def _number(self) -> int:
-        self._next_number += 1
+        self._next_number -= 1
         return self._next_number
 
     def _evict(self, segment: Segment, kind: int, num_blocks: int) -> None:
@@ -243,12 +282,10 @@ class Retention:
         elif segment.children or segment.num_cursors:
             self._drop_inner(segment)
         else:
-            self._drop_leaf(segment, kind, num_blocks)
+            self._drop_leaf(segment, num_blocks)
 
     def _drop_inner(self, segment: Segment) -> None:
         """An inner point goes: its state now, its window as far as nothing else needs it."""
-        if self._is_full_only:
-            return
         states = [m for m in self._managers if m.is_state]
         if any(self._pools[m.pool_id].ref_count(segment.blocks[m.group_id][-1]) for m in states):
             return  # A sequence is just starting from it.
@@ -258,12 +295,12 @@ class Retention:
             self.evictor.counts[manager.group_id].num_ranked += num_dropped
         self.evictor.thin_upwards(segment)
 
-    def _drop_leaf(self, segment: Segment, kind: int, num_blocks: int) -> None:
+    def _drop_leaf(self, segment: Segment, num_blocks: int) -> None:
         end = segment.start
         if self._is_full_only:
             end = max(end, segment.end - max(1, num_blocks))
         end = self.evictor.first_unreferenced(segment, end)
-        age, parent = self.clock - segment.last_use, segment.parent
+        parent = segment.parent
         old_end = segment.end
         if segment.is_point and end < old_end:
             self._remember(segment)
@@ -271,31 +308,17 @@ class Retention:
         if segment.parent is not None:
             # Its running sequences, or its own worth, keep the rest.
             segment.is_point = segment.is_point and segment.end == old_end
-            if self.evictor.has_evictable_tail(segment):
-                self._requeue(segment, kind, age)
+            self._enqueue(segment)
         else:
             assert parent is not None
             self._prune(parent)
-
-    def _requeue(self, segment: Segment, kind: int, age: int) -> None:
-        """Queue a leaf, or what has become one, at its rank."""
-        lost = float(segment.num_blocks * self._block_size)
-        if self._is_full_only:
-            freed = self._managers[0].page_bytes * segment.num_blocks
-        else:
-            fallback = fallback_of(segment)
-            lost, freed = float(segment.end - fallback) * self._block_size, self._costs.leaf_bytes(segment, fallback)
-        # A leaf that is a point needs more than the point above, or it would not have become one.
-        assert freed > 0, "a leaf that frees nothing"
-        rank = self._policy.rank(segment.gap, segment.priority, age, lost, freed)
-        insort(self._queue, (kind, rank, self._number(), segment), key=lambda entry: _descending(entry))
 
     def _prune(self, segment: Segment) -> None:
         """After a leaf is gone: what above it has become a leaf and can't be resumed at its end goes too."""
         while segment.parent is not None and not segment.children and not segment.num_cursors:
             parent = segment.parent
             if segment.is_point or self._is_full_only:
-                self._requeue(segment, self._kind_of(segment), self.clock - segment.last_use)
+                self._enqueue(segment)
                 return
             # Whoever is still to copy its last block knows that by its id.
             self.evictor.trim(segment, segment.start, is_orphan=True)
@@ -306,14 +329,3 @@ class Retention:
         while len(self._ghosts) >= _MAX_GHOSTS:
             del self._ghosts[next(iter(self._ghosts))]
         self._ghosts[bytes(segment.hash_at(segment.end - 1))] = (segment.last_use, segment.gap)
-
-
-def _eviction_order(entry: tuple[int, float, int, Segment]) -> tuple[int, float, int]:
-    """What goes first sorts first; left-behind windows by age, the oldest first."""
-    kind, rank, number, _ = entry
-    return (kind, -rank if kind == _CHEAP else rank, number)
-
-
-def _descending(entry: tuple[int, float, int, Segment]) -> tuple[int, float, int]:
-    kind, rank, number = _eviction_order(entry)
-    return (-kind, -rank, -number)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from cluster.kv.layout import KVGroup
 from cluster.routing.errors import IncompatibleMac
-from cluster.routing.mac import MacInfo
-from cluster.routing.model_fleet import ModelFleet, kind_of
+from cluster.routing.mac import MacInfo, kind_of
+from cluster.routing.model_fleet import ModelFleet
 
 
 def fits(fleet: ModelFleet, info: MacInfo) -> bool:

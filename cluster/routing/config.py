@@ -37,7 +37,7 @@ class RoutingConfig:
     sibling_weight: float = 1.0
     # Of each second that a decoding row is held up, and of the answer's own seconds.
     stall_weight: float = 0.1
-    decode_weight: float = 0.3
+    decode_weight: float = 0.1
     # Requests that may wait in the router, and the backlog in seconds beyond which a Mac is given nothing more.
     max_waiting: int = 1024
     max_backlog_s: float = 10.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.kv.hashing import BlockHash
 from cluster.routing.mac import MacLoad
-from cluster.routing.pending import PendingChains, PendingNode
+from cluster.routing.pending import PendingChains, PendingNode, num_common
 
 
 class Booking:
@@ -16,15 +16,21 @@ class Booking:
 
     __slots__ = (
         "block_hashes",
+        "booked_at_s",
         "expires_at_s",
+        "factor",
         "has_first_token",
         "is_prediction",
+        "num_ahead_tokens",
         "num_done_tokens",
         "num_predicted_tokens",
         "num_tokens",
         "pending",
+        "predicted_s",
         "request_id",
+        "serial",
         "slot",
+        "stop_depth",
     )
 
     def __init__(
@@ -37,6 +43,11 @@ class Booking:
         expires_at_s: float,
         *,
         is_prediction: bool = True,
+        booked_at_s: float = 0.0,
+        predicted_s: float = 0.0,
+        factor: float = 1.0,
+        num_ahead_tokens: int = 0,
+        stop_depth: int = 0,
     ) -> None:
         self.request_id = request_id
         self.slot = slot
@@ -47,6 +58,15 @@ class Booking:
         self.expires_at_s = expires_at_s
         # Whether what it would find was known when it was booked.
         self.is_prediction = is_prediction
+        # When it was booked, how long its first token would take from then on, and by which correction of the speeds.
+        self.booked_at_s = booked_at_s
+        self.predicted_s = predicted_s
+        self.factor = factor
+        # It may be so much further than its Mac has announced, and stops at a block to keep a state; 0: nowhere.
+        self.num_ahead_tokens = num_ahead_tokens
+        self.stop_depth = stop_depth
+        # Its number among those of its slot.
+        self.serial = 0
         self.has_first_token = False
         self.pending: PendingNode | None = None
 
@@ -67,18 +87,22 @@ class LoadBook:
         self.decode_context_tokens: list[int] = []
         self._bookings: dict[str, Booking] = {}
         self._prefilling: list[dict[str, Booking]] = []
+        self._num_booked: list[int] = []
 
     def add_slot(self) -> None:
         """One more Mac."""
         for totals in self._totals():
             totals.append(0)
         self._prefilling.append({})
+        self._num_booked.append(0)
 
     def book(self, booking: Booking) -> None:
         """In place of the request's earlier booking, if any."""
         self.release(booking.request_id)
         self._bookings[booking.request_id] = booking
         self._prefilling[booking.slot][booking.request_id] = booking
+        self._num_booked[booking.slot] += 1
+        booking.serial = self._num_booked[booking.slot]
         if booking.block_hashes:
             booking.pending = self.pending.add(booking.slot, booking.block_hashes)
         self._count(booking, 1)
@@ -87,11 +111,16 @@ class LoadBook:
         """The request's booking, if it has one."""
         return self._bookings.get(request_id)
 
+    def is_latest(self, booking: Booking) -> bool:
+        """Whether nothing has been booked on its Mac since."""
+        return booking.serial == self._num_booked[booking.slot]
+
     def progress(self, slot: int, block_size: int, holds: Callable[[int, BlockHash], bool]) -> None:
         """The Mac has announced blocks: prefills booked there may have come further. O(those, and new blocks)."""
         for booking in self._prefilling[slot].values():
-            hashes, depth = booking.block_hashes, booking.num_done_tokens // block_size
-            first = depth
+            hashes = booking.block_hashes
+            # What was there already, but could not be gone on from, is computed again and not announced.
+            first = depth = max(booking.num_done_tokens // block_size, booking.stop_depth)
             while depth < len(hashes) and holds(slot, hashes[depth]):
                 depth += 1
             if depth > first:
@@ -99,7 +128,7 @@ class LoadBook:
                 # One token is left until the first one of the answer is there.
                 booking.num_done_tokens = min(depth * block_size, booking.num_tokens - 1)
                 self._count(booking, 1)
-            if depth == len(hashes):
+            if depth == len(hashes) > booking.stop_depth:
                 self._confirm(booking)
 
     def first_token(self, request_id: str) -> None:
@@ -135,6 +164,23 @@ class LoadBook:
             num_prefill_tokens=self.num_prefill_tokens[slot],
             num_decoding=self.num_decoding[slot],
         )
+
+    def num_to_come(self, slot: int, hashes: Sequence[BlockHash], block_size: int) -> int:
+        """How many blocks of a prompt others there share and have yet to compute. O(prompts under way there).
+
+        Only where one has not passed the place at which they part will it keep there what only lives at places (a
+        state, a window), or where it stops anyway; what it has kept before, its Mac has told.
+        """
+        most = 0
+        for booking in self._prefilling[slot].values():
+            if booking.pending is not None and booking.block_hashes[0] == hashes[0]:
+                high = min(len(booking.block_hashes), len(hashes))
+                depth = num_common(booking.block_hashes, hashes, 1, high)
+                if depth * block_size > booking.num_done_tokens + booking.num_ahead_tokens:
+                    most = max(most, depth)
+                elif depth >= booking.stop_depth >= booking.num_done_tokens // block_size:
+                    most = max(most, booking.stop_depth)
+        return most
 
     def longest(self, slot: int) -> tuple[int, int]:
         """Tokens and work of the prompt there that has most tokens left. O(prompts under way there)."""

@@ -84,3 +84,8 @@ class MacStatus:
     hot_tokens: int
     drift: Drift
     note: str = ""
+
+
+def kind_of(group: KVGroup) -> str:
+    """A group's kind, for people."""
+    return type(group.spec).__name__.removesuffix("Spec")

@@ -5,51 +5,25 @@ keeps its slot from joining to leaving; slots of Macs that left are used again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from cluster.kv.layout import KVGroup
+from cluster.kv.spec import ChunkedLocalSpec, RecurrentStateSpec, SlidingWindowSpec
 from cluster.routing.config import RoutingConfig
+from cluster.routing.correction import SpeedCorrection
 from cluster.routing.decision import Decision, RouteQuery, Trace
 from cluster.routing.drift import DriftBook
+from cluster.routing.history import BookingHistory
+from cluster.routing.hits import by_slot, parting, with_pending
 from cluster.routing.hot_set import HotSets
-from cluster.routing.index import Match, PrefixIndex
+from cluster.routing.index import PrefixIndex
 from cluster.routing.load import Booking, LoadBook
-from cluster.routing.mac import MacInfo, MacState, MacStatus
-from cluster.routing.match import Depths
-from cluster.routing.policy import WORK_HALF_LIFE_S, Policy, View
-from cluster.routing.predict import MacBounds, Standing, prefill_s, standing_of, terms_of
-from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs
+from cluster.routing.mac import MacInfo, MacState, MacStatus, kind_of
+from cluster.routing.member import Member
+from cluster.routing.policy import Policy, View
+from cluster.routing.predict import MacBounds, Standing, first_token_s, prefill_s, standing_of, terms_of
+from cluster.routing.speed import NUM_SCALING, StepCosts, StepModel, StepSample, assumed_costs, shape_of
 
 # Weight of one answer's length in the usual one.
 _OUTPUT_GAIN = 0.02
-
-
-@dataclass(slots=True)
-class Member:
-    """One Mac in its slot."""
-
-    info: MacInfo
-    slot: int
-    speed: StepModel
-    drift: DriftBook
-    is_lost: bool = False
-    # When the router first looked at its clock after the loss.
-    lost_since_s: float | None = None
-    is_draining: bool = False
-    is_cordoned: bool = False
-    note: str = ""
-    # Requests that it runs beyond those booked here: a restarted router doesn't know its bookings.
-    num_foreign: int = 0
-
-    def state(self, index: PrefixIndex) -> MacState:
-        """See MacState."""
-        if self.is_lost:
-            return MacState.LOST
-        if self.is_draining:
-            return MacState.DRAINING
-        if self.is_cordoned:
-            return MacState.CORDONED
-        return MacState.READY if index.is_known(self.slot) else MacState.STARTING
 
 
 class ModelFleet:
@@ -64,6 +38,7 @@ class ModelFleet:
         self.index = PrefixIndex(info.groups, info.block_size)
         self.loads = LoadBook()
         self.hot = HotSets(config.hot_horizon_s)
+        self.history = BookingHistory()
         self.open_mask = 0
         self.num_output_tokens = float(config.expected_output_tokens)
         self._config = config
@@ -74,12 +49,9 @@ class ModelFleet:
         self._stale: set[int] = set()
         self._open_slots: tuple[int, ...] = ()
         self._least_max_model_len = 0
-        self._recent_work_s: list[float] = []
-        self._worked_at_s: list[float] = []
-        self._last_booking: list[int] = []
-        self._num_bookings = 0
         self._has_unobserved = True
-        self._sessions: dict[str, int] = {}
+        # Whether there is more to a place than its content: a state or a window.
+        self._keeps_ends = any(isinstance(group.spec, _WITH_ENDS) for group in info.groups)
         self._kinds = tuple((group.group_id, kind_of(group)) for group in info.groups)
 
     # Membership.
@@ -94,13 +66,9 @@ class ModelFleet:
             self.loads.add_slot()
             self.hot.add_slot()
             self._standings.append(_NOBODY)
-            for values in (self._recent_work_s, self._worked_at_s):
-                values.append(0.0)
-            self._last_booking.append(0)
-        member = Member(info, slot, StepModel(self._assumed_costs()), DriftBook())
+            self.history.add_slot()
+        member = Member(info, slot, StepModel(self._assumed_costs()), DriftBook(), SpeedCorrection())
         self.members[info.name] = self._by_slot[slot] = member
-        self._recent_work_s[slot] = self._worked_at_s[slot] = 0.0
-        self._last_booking[slot] = 0
         self._has_unobserved = True
         self.index.open(slot)
         self.refresh()
@@ -112,7 +80,7 @@ class ModelFleet:
         dropped = self.end_incarnation(member)
         self.index.close(member.slot)
         self._by_slot[member.slot] = None
-        self._sessions = {session: slot for session, slot in self._sessions.items() if slot != member.slot}
+        self.history.clear(member.slot)
         self.refresh()
         return dropped
 
@@ -156,11 +124,22 @@ class ModelFleet:
             # Steps of one report that only decode are all alike: one tells as much as all of them.
             if sample.num_prefill_tokens or index == len(samples) - 1:
                 member.speed.observe(sample)
+        member.update_costs()
         self._stale.add(member.slot)
         if self._has_unobserved:
             unobserved = [each.slot for each in self.members.values() if not each.speed.num_observed]
             self._stale.update(unobserved)
             self._has_unobserved = bool(unobserved)
+
+    def tick(self, now_s: float) -> None:
+        """To be called every second: what is learnt of some Macs and not yet of others, and what fades. O(Macs)."""
+        observed = [each for each in self.members.values() if each.speed.num_observed]
+        shape = shape_of([each.speed for each in observed]) if observed else None
+        for member in self.members.values():
+            member.shape = shape if member.speed.num_observed else None
+            member.update_costs()
+            self.hot.expire(member.slot, now_s)
+            self._stale.add(member.slot)
 
     def status(self, member: Member) -> MacStatus:
         """One row of the fleet."""
@@ -168,8 +147,8 @@ class ModelFleet:
             info=member.info,
             state=member.state(self.index),
             load=self.loads.load(member.slot),
-            prefill_tokens_per_s=member.speed.costs.prefill_tokens_per_s,
-            decode_step_s=member.speed.costs.decode_step_s,
+            prefill_tokens_per_s=member.costs.prefill_tokens_per_s,
+            decode_step_s=member.costs.decode_step_s,
             hot_tokens=self.hot.num_blocks[member.slot] * self.block_size,
             drift=member.drift.counts(),
             note=member.note,
@@ -183,10 +162,18 @@ class ModelFleet:
         open_slots, closed = self._eligible(query)
         match = self.index.match(query.block_hashes, query.num_tokens, -1)
         num_slots = len(self._by_slot)
-        num_held = _by_slot(match.resumable, num_slots)
+        num_held = by_slot(match.resumable, num_slots)
         num_matched: Sequence[int] = num_held
         if self._policy.counts_pending and self.loads.pending:
-            num_matched = self._with_pending(num_held, match, query)
+            num_matched = with_pending(
+                num_held,
+                match,
+                self.loads,
+                query.block_hashes,
+                query.num_tokens,
+                self.block_size,
+                keeps_ends=self._keeps_ends,
+            )
         view = View(
             open_slots=open_slots,
             standings=self._standings.copy(),
@@ -195,9 +182,9 @@ class ModelFleet:
             num_tokens=query.num_tokens,
             num_output=min(query.max_tokens, self.num_output_tokens),
             block_size=self.block_size,
-            recent_work_s=self._recent_work_s,
-            last_booking=self._last_booking,
-            hint=self._sessions.get(query.session, -1) if query.session else -1,
+            recent_work_s=self.history.work_s,
+            last_booking=self.history.last_booking,
+            hint=self.history.slot_of(query.session),
         )
         soonest_s = None
         if query.deadline_s is not None and open_slots:
@@ -215,8 +202,7 @@ class ModelFleet:
             num_matched_tokens=num_matched[slot],
             decided_at_s=now_s,
         )
-        row_s = member.speed.costs.row_s + member.speed.costs.row_context_s * query.num_tokens
-        cost_s = prefill_s(view.standings[slot], num_matched[slot], query.num_tokens) + view.num_output * row_s
+        cost_s = _work_s(view, slot, num_matched[slot])
         policy = self._config.policy
         return Trace(view, match, self._names, closed, self._kinds, policy, cost_s, decision=decision)
 
@@ -227,6 +213,7 @@ class ModelFleet:
         slot, num_matched = member.slot, trace.decision.num_matched_tokens
         # Without a prefix cache nothing of it can be shared, or is ever announced.
         hashes = query.block_hashes if member.info.is_caching else ()
+        view = trace.view
         self.loads.book(
             Booking(
                 query.request_id,
@@ -236,26 +223,28 @@ class ModelFleet:
                 num_matched,
                 now_s + self._config.lease_s,
                 is_prediction=self.index.is_synced(slot),
+                booked_at_s=now_s,
+                # What others compute for it comes when they have their turn.
+                predicted_s=first_token_s(view.standings[slot], num_matched, query.num_tokens)
+                if num_matched == view.num_held[slot]
+                else 0.0,
+                factor=member.correction.factor,
+                num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_chunk_tokens + self.block_size,
+                stop_depth=parting(trace.match, slot) if self._keeps_ends else 0,
             )
         )
         self.hot.touch(slot, hashes, num_matched // self.block_size, now_s)
         self.hot.expire(slot, now_s)
-        self._num_bookings += 1
-        self._last_booking[slot] = self._num_bookings
-        standing = self._standings[slot]
-        work_s = prefill_s(standing, num_matched, query.num_tokens) + trace.view.num_output * (
-            standing.row_s + standing.row_context_s * query.num_tokens
-        )
-        faded = 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S)
-        self._recent_work_s[slot] = self._recent_work_s[slot] * faded + work_s
-        self._worked_at_s[slot] = now_s
+        self.history.book(slot, query.session, trace.cost_s, now_s)
         self._stale.add(slot)
-        if query.session:
-            # The newest last, so that the oldest can be forgotten.
-            self._sessions.pop(query.session, None)
-            self._sessions[query.session] = slot
-            if len(self._sessions) > _MAX_SESSIONS:
-                del self._sessions[next(iter(self._sessions))]
+
+    def first_token(self, booking: Booking, num_cached_tokens: int, now_s: float) -> bool:
+        """Compare a request's first token with what was predicted; whether its Mac's hits are off too much by now."""
+        member = self.at(booking.slot)
+        if num_cached_tokens == booking.num_predicted_tokens and self.loads.is_latest(booking):
+            member.correction.observe(booking.predicted_s, booking.factor, now_s - booking.booked_at_s)
+            member.update_costs()
+        return member.drift.observe(booking.num_tokens, booking.num_predicted_tokens, num_cached_tokens)
 
     def observe_output(self, num_tokens: int) -> None:
         """An answer has ended with so many tokens."""
@@ -266,6 +255,7 @@ class ModelFleet:
         self.index.check()
         self.loads.check()
         self.hot.check()
+        self.history.check()
         for name, member in self.members.items():
             assert member.info.name == name
             assert self._by_slot[member.slot] is member
@@ -273,11 +263,10 @@ class ModelFleet:
             is_open = member.state(self.index) in (MacState.READY, MacState.STARTING)
             assert is_open == bool(self.open_mask >> member.slot & 1), f"{name} is filed as another state"
         assert sum(each is not None for each in self._by_slot) == len(self.members)
-        assert len(self._sessions) <= _MAX_SESSIONS
 
     def _assumed_costs(self) -> StepCosts:
         """A Mac that has not reported is taken for an average one, so that it gets its first work."""
-        known = [each.speed.costs for each in self.members.values() if each.speed.num_observed]
+        known = [each.costs for each in self.members.values() if each.speed.num_observed]
         if not known:
             return assumed_costs(self._config.default_prefill_tokens_per_s)
         return StepCosts(
@@ -291,7 +280,7 @@ class ModelFleet:
             if member is None:
                 self._standings[slot] = _NOBODY
                 continue
-            loads, costs = self.loads, member.speed.costs
+            loads, costs = self.loads, member.costs
             if not member.speed.num_observed:
                 assumed = costs = assumed or self._assumed_costs()
             self._standings[slot] = standing_of(
@@ -311,7 +300,7 @@ class ModelFleet:
                 decode_context_tokens=loads.decode_context_tokens[slot],
                 hot_tokens=self.hot.num_blocks[slot] * self.block_size,
                 num_output_tokens=self.num_output_tokens,
-                recent_work_s=self._recent_work_s[slot] * 0.5 ** ((now_s - self._worked_at_s[slot]) / WORK_HALF_LIFE_S),
+                recent_work_s=self.history.recent_work_s(slot, now_s),
             )
         self._stale.clear()
 
@@ -364,53 +353,18 @@ class ModelFleet:
         open_slots = tuple(slot for slot in view.open_slots if slot not in late)
         return view._replace(open_slots=open_slots), closed | late, None if open_slots else min(first_s.values())
 
-    def _with_pending(self, num_held: Sequence[int], match: Match, query: RouteQuery) -> Sequence[int]:
-        """What prompts under way will have computed too; of a whole prompt, its last token still runs.
 
-        The same list if that is nowhere more than what is held.
-        """
-        size, most = self.block_size, (query.num_tokens - 1) // self.block_size * self.block_size
-        num_matched = None
-        for mask, depth in self.loads.pending.match(query.block_hashes, -1):
-            num_tokens = min(depth * size, most)
-            for held_mask, held_tokens in match.resumable:
-                if held_tokens >= num_tokens:
-                    mask &= ~held_mask
-            if mask and num_matched is None:
-                num_matched = list(num_held)
-            while mask and num_matched is not None:
-                lowest = mask & -mask
-                num_matched[lowest.bit_length() - 1] = num_tokens
-                mask ^= lowest
-        return num_held if num_matched is None else num_matched
-
-
-_MAX_SESSIONS = 16_384
+# A Mac has planned so many steps that it has not told of yet, and tells of whole blocks.
+_PLANS_IN_FLIGHT = 2
+_WITH_ENDS = (SlidingWindowSpec, ChunkedLocalSpec, RecurrentStateSpec)
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
-_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 14, 0, 0, 0, 0, 1)
+_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 15, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 
-def kind_of(group: KVGroup) -> str:
-    """A group's kind, for people."""
-    return type(group.spec).__name__.removesuffix("Spec")
-
-
-def _by_slot(depths: Depths, num_slots: int) -> list[int]:
-    """Depths of all slots, 0 where there is none. The commonest depth is filled in at once."""
-    every = (1 << num_slots) - 1
-    rest = every
-    for mask, _ in depths:
-        rest &= ~mask
-    sets = [*depths, (rest, 0)]
-    common_mask, common = max(sets, key=lambda each: each[0].bit_count())
-    values = [common] * num_slots
-    for mask, depth in sets:
-        if mask is common_mask:
-            continue
-        while mask:
-            lowest = mask & -mask
-            values[lowest.bit_length() - 1] = depth
-            mask ^= lowest
-    return values
+def _work_s(view: View, slot: int, num_matched: int) -> float:
+    """Mac time that the request takes there: its prefill and its row."""
+    standing = view.standings[slot]
+    row_s = standing.row_s + standing.row_context_s * view.num_tokens
+    return prefill_s(standing, num_matched, view.num_tokens) + view.num_output * row_s

@@ -116,8 +116,12 @@ class PendingChains:
 
 def _common(node: PendingNode, hashes: Sequence[BlockHash]) -> int:
     """Where a prompt parts from the node's run, whose first block it has."""
-    own, low, high = node.hashes, node.start + 1, min(node.end, len(hashes))
-    if own[high - 1] == hashes[high - 1]:
+    return num_common(node.hashes, hashes, node.start + 1, min(node.end, len(hashes)))
+
+
+def num_common(own: Sequence[BlockHash], hashes: Sequence[BlockHash], low: int, high: int) -> int:
+    """How many of their first `high` blocks two chains share, if they do the first `low`. O(log blocks)."""
+    if high <= low or own[high - 1] == hashes[high - 1]:
         return high
     while low < high:
         middle = (low + high) // 2

@@ -10,8 +10,6 @@ from cluster.routing.predict import Standing, base_s, beside_s
 # reason to pile up work on one Mac.
 TIE = 0.05
 TIE_S = 0.02
-# Recent work fades by half in this time.
-WORK_HALF_LIFE_S = 60.0
 
 
 class View(NamedTuple):

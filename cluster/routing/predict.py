@@ -11,7 +11,8 @@
 
 A step has room for several prompts' chunks, so a short prompt does not wait for one long one: with W seconds booked, L
 of them one prompt's, and two abreast, a new one of n seconds gets its first token after 2 (W - L) + n + min(n, 2 L - W)
-if that prompt is more than half of all, else after W + n.
+if that prompt is more than half of all, else after W + n. Those are seconds of prefill alone; every step takes the rows
+that decode along, and a prompt that runs alone gets but one chunk of a step, so its tokens carry twice as much of them.
 
 What the request shares with a prompt under way (`shared_s`) is taken off the wait, for elsewhere it would have to
 compute the same tokens: so siblings stay together until the rest of the queue costs more than prefilling again. All but
@@ -29,6 +30,8 @@ from cluster.routing.speed import StepCosts
 # comes later waits busy / (1 - busy) seconds for each second of it, as in a queue.
 _BUSY_S = 86.6
 _MOST_BUSY = 0.85
+# What a new prompt finds planned when it comes: the step that runs, half of it on average, and the next one.
+_PLANNED_STEPS = 1.5
 
 
 class Standing(NamedTuple):
@@ -37,13 +40,15 @@ class Standing(NamedTuple):
     # What `base_s` reads of every Mac, side by side: start_s, token_s, context_s, 1 + pressure, stall, stall_tokens,
     # decode_s, decode_context_s.
     line: tuple[float, float, float, float, float, float, float, float]
-    # All prefill booked there; then, until the request's prompt gets its share of the steps, and until another prompt
-    # no longer takes half of them.
+    # Until all prompts booked there are computed; until the request's prompt gets its share of the steps; what is left
+    # of the longest prompt then, rows that decode beside it not counted.
     wait_s: float
     start_s: float
     beside_s: float
-    # Seconds of a prefill token, and of it for each token of its context; tokens of one chunk.
+    # Seconds of a prefill token, rows that decode beside it included; what these are of it; and for each token of its
+    # context.
     token_s: float
+    rows_token_s: float
     context_s: float
     # A step that has prefill, and one that only decodes.
     mixed_step_s: float
@@ -120,18 +125,25 @@ def standing_of(
 
     `longest`: tokens and work of the prompt under way that has most to do. `recent_work_s` has faded up to now.
     """
-    # A chunk's step carries every row that decodes.
+    # Every step with prefill carries the rows that decode; a prompt alone gets but one chunk of it.
     rows_s = costs.step_s + costs.row_s * num_decoding + costs.row_context_s * decode_context_tokens
-    token_s = costs.token_s + rows_s / bounds.max_num_batched_tokens
-    wait_s = token_s * num_prefill_tokens + costs.context_s * prefill_work / 2
+    chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
+    num_lanes = max(1, bounds.max_num_batched_tokens // chunk)
+    rows_token_s = rows_s / (chunk if num_lanes > 1 else bounds.max_num_batched_tokens)
+    queue = _in_line(
+        (num_prefill_tokens, costs.token_s * num_prefill_tokens + costs.context_s * prefill_work / 2),
+        (longest[0], costs.token_s * longest[0] + costs.context_s * longest[1] / 2),
+        num_lanes,
+        rows_token_s,
+    )
+    token_s = costs.token_s + rows_token_s
     num_others = num_prefilling + num_decoding
     row_s = costs.step_s + costs.row_s * (num_others + 1) + costs.row_context_s * decode_context_tokens
+    start_s, wait_s = queue.start_s, queue.wait_s
     num_too_many = num_others + 1 - bounds.max_num_seqs
     if num_too_many > 0:
-        wait_s += num_too_many * num_output_tokens * row_s / bounds.max_num_seqs
-    longest_s = min(wait_s, token_s * longest[0] + costs.context_s * longest[1] / 2)
-    start_s, beside_s = _in_line(wait_s, longest_s, bounds.max_num_batched_tokens // bounds.max_chunk_tokens)
-    chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
+        row_wait_s = num_too_many * num_output_tokens * row_s / bounds.max_num_seqs
+        start_s, wait_s = start_s + row_wait_s, wait_s + row_wait_s
     context = prefill_work / 2 / num_prefill_tokens if num_prefill_tokens else 0.0
     pressure = _pressure(config, recent_work_s, hot_tokens / bounds.token_capacity)
     stall = config.stall_weight * num_decoding
@@ -139,14 +151,21 @@ def standing_of(
     stall_tokens = num_output_tokens / 2 * chunk
     decode_s = config.decode_weight * (row_s + costs.row_s * num_others)
     decode_context_s = config.decode_weight * costs.row_context_s * (1 + num_others)
+    mixed_step_s = chunk * (token_s + costs.context_s * context)
+    # Steps that are planned already come first.
+    if num_prefilling:
+        start_s = max(start_s, min(wait_s, _PLANNED_STEPS * mixed_step_s))
+    elif num_decoding:
+        start_s = max(start_s, _PLANNED_STEPS * (row_s - costs.row_s))
     return Standing(
         line=(start_s, token_s, costs.context_s, 1.0 + pressure, stall, stall_tokens, decode_s, decode_context_s),
         wait_s=wait_s,
         start_s=start_s,
-        beside_s=beside_s,
+        beside_s=queue.beside_s,
         token_s=token_s,
+        rows_token_s=rows_token_s,
         context_s=costs.context_s,
-        mixed_step_s=chunk * (token_s + costs.context_s * context),
+        mixed_step_s=mixed_step_s,
         decode_step_s=row_s,
         pressure=pressure,
         stall=stall,
@@ -177,10 +196,21 @@ def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
     return (num_tokens - num_matched) * (standing.token_s + standing.context_s * (num_matched + num_tokens) / 2)
 
 
+def first_token_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
+    """From now to the first token, if nothing is computed for it by others."""
+    own_s = prefill_s(standing, num_matched, num_tokens)
+    if not standing.wait_s:
+        return standing.start_s + own_s
+    abreast_s = min(own_s - (num_tokens - num_matched) * standing.rows_token_s, standing.beside_s)
+    return standing.start_s + abreast_s + own_s
+
+
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
     """All terms of one Mac; they add up to `base_s` and `beside_s`."""
     own_s = prefill_s(standing, num_matched, num_tokens)
-    ahead = _ahead(standing, own_s, num_held, num_matched, num_output)
+    ahead = _ahead(
+        standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output
+    )
     held_up = min(1.0, standing.stall_tokens / (num_tokens - num_matched)) if num_tokens > num_matched else 0.0
     return Terms(
         wait_s=standing.start_s + ahead.wait_s,
@@ -211,7 +241,9 @@ def base_s(
 def beside_s(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> float:
     """What other prompts under way there add to it; below 0 if they compute something for it."""
     own_s = prefill_s(standing, num_matched, num_tokens)
-    ahead = _ahead(standing, own_s, num_held, num_matched, num_output)
+    ahead = _ahead(
+        standing, own_s - (num_tokens - num_matched) * standing.rows_token_s, num_held, num_matched, num_output
+    )
     return ahead.wait_s - ahead.shared_s * standing.sibling_weight + ahead.abreast_s + ahead.slowed_s
 
 
@@ -225,6 +257,7 @@ class _Ahead(NamedTuple):
 
 
 def _ahead(standing: Standing, own_s: float, num_held: int, num_matched: int, num_output: float) -> _Ahead:
+    """`own_s` are the request's seconds of prefill, rows that decode beside it not counted."""
     if not standing.wait_s:
         return _NOBODY_AHEAD
     abreast_s = min(own_s, standing.beside_s)
@@ -242,12 +275,23 @@ def _ahead(standing: Standing, own_s: float, num_held: int, num_matched: int, nu
 _NOBODY_AHEAD = _Ahead(0.0, 0.0, 0.0, 0.0)
 
 
-def _in_line(wait_s: float, longest_s: float, num_abreast: int) -> tuple[float, float]:
-    """Seconds until a new prompt gets its share of the steps, and from then on until the longest one has been computed.
+class _Line(NamedTuple):
+    """Until a prompt gets its share of the steps; until all are computed; what is left of the longest in between."""
 
-    As if all but the longest went through the other lanes first.
-    """
-    rest_s = wait_s - longest_s
-    if num_abreast < 2 or rest_s >= (num_abreast - 1) * longest_s:
-        return wait_s, 0.0
-    return rest_s * num_abreast / (num_abreast - 1), longest_s - rest_s / (num_abreast - 1)
+    start_s: float
+    wait_s: float
+    beside_s: float
+
+
+def _in_line(every: tuple[int, float], longest: tuple[int, float], num_lanes: int, rows_token_s: float) -> _Line:
+    """Each as (tokens, seconds without rows that decode). As if all but the longest went through the other lanes."""
+    num_tokens, seconds = every
+    longest_s = min(longest[1], seconds)
+    rest_s, others = seconds - longest_s, num_lanes - 1
+    if num_lanes < 2 or rest_s >= others * longest_s:
+        wait_s = seconds + num_tokens * rows_token_s / num_lanes
+        return _Line(wait_s, wait_s, 0.0)
+    steps_tokens = (num_tokens - longest[0]) / others
+    start_s = rest_s * num_lanes / others + steps_tokens * rows_token_s
+    beside_s = longest_s - rest_s / others
+    return _Line(start_s, start_s + beside_s + max(0.0, longest[0] - steps_tokens) * rows_token_s, beside_s)

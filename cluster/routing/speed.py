@@ -51,6 +51,10 @@ class StepCosts:
         """In the order of the fields."""
         return (self.step_s, self.token_s, self.context_s, self.row_s, self.row_context_s)
 
+    def times(self, factor: float) -> "StepCosts":
+        """All of them so many times as long."""
+        return self if factor == 1.0 else StepCosts(*(factor * weight for weight in self.weights))
+
     @property
     def prefill_tokens_per_s(self) -> float:
         """Of the first tokens of a prompt, in steps of 512."""
@@ -108,13 +112,31 @@ class StepModel:
         if len(self._ratios) < NUM_SCALING:
             self._ratios.append(sample.seconds / _dot(self._assumed.weights, features))
             ratio = sorted(self._ratios)[len(self._ratios) // 2]
-            self._start_from(StepCosts(*(ratio * weight for weight in self._assumed.weights)))
+            self._start_from(self._assumed.times(ratio))
             return
         predicted = _dot(self._weights, features)
         limit = _CLAMP * self._usual_error
         error = min(max(sample.seconds / predicted - 1.0, -limit), limit)
         self._usual_error += _ERROR_GAIN * (max(abs(error), _LEAST_ERROR) - self._usual_error)
         self._learn([feature / predicted for feature in features], error)
+
+    @property
+    def certainties(self) -> tuple[float, ...]:
+        """How much of each weight has been learnt, from 0 to 1: no short prompt tells what long contexts cost."""
+        return tuple(
+            max(0.0, 1.0 - row[index] / most) if most else 1.0
+            for index, (row, most) in enumerate(zip(self._spread, self._most, strict=True))
+        )
+
+    def costs_in(self, shape: Sequence[float]) -> StepCosts:
+        """As learnt; what has not been learnt is in proportion to the prefill token, by the fleet's `shape`."""
+        token_s = self.costs.token_s
+        return StepCosts(
+            *(
+                certainty * weight + (1.0 - certainty) * share * token_s
+                for certainty, weight, share in zip(self.certainties, self.costs.weights, shape, strict=True)
+            )
+        )
 
     def _start_from(self, costs: StepCosts) -> None:
         self.costs = costs
@@ -137,6 +159,18 @@ class StepModel:
             # Macs change (heat, other programs), so certainty fades; never beyond what it was at the start, or weights
             # that no step tells apart would run away.
             row[index] = min(row[index] + _FADE * self._most[index], self._most[index])
+
+
+def shape_of(models: Sequence[StepModel]) -> tuple[float, ...]:
+    """What each weight is to the prefill token's, by those Macs that know it. O(Macs). There must be some."""
+    known = [(each.certainties, each.costs.weights, each.costs.token_s) for each in models]
+    # As much as nothing: what nobody knows is as assumed.
+    least = 1e-9
+    return tuple(
+        sum((certainties[i] + least) * weights[i] / token_s for certainties, weights, token_s in known)
+        / sum(certainties[i] + least for certainties, _, _ in known)
+        for i in range(5)
+    )
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:

@@ -59,7 +59,7 @@ class MacReports:
 
     def join(self) -> None:
         """The first thing that the router hears of it."""
-        if self._router.join(self._info) is Applied.RESYNC:
+        if self._router.macs.join(self._info) is Applied.RESYNC:
             self._resync()
         self._timeline.after(self._lag_s, self._send, None)
 
@@ -102,11 +102,15 @@ class MacReports:
 
     def _arrive(self, seq: int, events: Sequence[BlockEvent], steps: Sequence[StepSample], num_requests: int) -> None:
         name, epoch = self._info.name, self._info.epoch
-        if not self._router.knows(name, epoch):
+        if not self._router.macs.knows(name, epoch):
             return
-        self._router.observe_steps(name, steps)
-        self._router.observe_load(name, epoch, num_requests)
-        if events and self._router.apply_events(name, epoch, seq, events) is Applied.RESYNC and not self._is_stopped:
+        self._router.macs.observe_steps(name, steps)
+        self._router.macs.observe_load(name, epoch, num_requests)
+        if (
+            events
+            and self._router.macs.apply_events(name, epoch, seq, events) is Applied.RESYNC
+            and not self._is_stopped
+        ):
             self._resync()
 
     def _resync(self) -> None:
@@ -124,5 +128,5 @@ class MacReports:
     def _compare(self, next_seq: int, digests: Sequence[int], content: Sequence[bytes]) -> None:
         name, epoch = self._info.name, self._info.epoch
         self._is_resyncing = False
-        if self._router.check_digests(name, epoch, next_seq, digests):
-            self._router.load_snapshot(name, epoch, next_seq, content)
+        if self._router.macs.check_digests(name, epoch, next_seq, digests):
+            self._router.macs.load_snapshot(name, epoch, next_seq, content)

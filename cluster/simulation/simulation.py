@@ -337,7 +337,7 @@ class Simulation:
             self._timeline.after(self._trace.requests[index].delay_s, self._arrive, index)
 
     def _note_first_token(self, request_id: str, num_cached_tokens: int) -> None:
-        self.router.first_token(request_id, num_cached_tokens)
+        self.router.first_token(request_id, num_cached_tokens, self._timeline.now_s)
         self._dispatch()
 
     def _note_end(self, request_id: str, num_output_tokens: int | None) -> None:
@@ -358,8 +358,8 @@ class Simulation:
 
     def _noticed(self, slot: _Slot, epoch: int) -> None:
         """The gateway has heard nothing of it for so long that it is taken for lost."""
-        if self.router.knows(slot.spec.name, epoch):
-            self.router.lost(slot.spec.name)
+        if self.router.macs.knows(slot.spec.name, epoch):
+            self.router.macs.lost(slot.spec.name)
         self._move_all(slot)
 
     def _come_back(self, slot: _Slot) -> None:

@@ -68,10 +68,10 @@ class Fleet:
         self.num_blocks = num_blocks
         for number in range(num_macs):
             info = MacInfo(f"mac-{number}", 1, "m", ROOT, 16, "a:1", 1 << 20, 1 << 20, layout.groups, 1_600_000)
-            self.router.join(info)
+            self.router.macs.join(info)
             own = shared + self.random.randbytes((num_blocks - num_blocks // 2) * HASH_BYTES)
             others = self.random.randbytes(num_others * HASH_BYTES)
-            self.router.load_snapshot(info.name, 1, 0, [own + others] * len(layout.groups))
+            self.router.macs.load_snapshot(info.name, 1, 0, [own + others] * len(layout.groups))
             self.held.append(own)
         self.num_routed = 0
         self.booked: list[str] = []
@@ -106,7 +106,7 @@ def timed(times: Sequence[int], cpu_ns: int) -> Row:
 
 def look_ups(fleet: Fleet, count: int) -> Row:
     """All Macs' resumable depths of a prompt."""
-    index = fleet.router._fleets["m"].index
+    index = fleet.router.macs._fleets["m"].index
     times, cpu_ns = [], 0
     for _ in range(count):
         query = fleet.query()
@@ -177,7 +177,7 @@ def events(quick: bool) -> list[Row]:
             cpu = time.thread_time_ns()
             batch = unpack(message)
             unpack_ns += time.thread_time_ns() - cpu
-            fleet.router.apply_events(batch.mac, batch.epoch, batch.seq, batch.events)
+            fleet.router.macs.apply_events(batch.mac, batch.epoch, batch.seq, batch.events)
             cpu_ns += time.thread_time_ns() - cpu
             num_blocks += per_prompt * len(happened)
     return [
@@ -217,7 +217,7 @@ def grown_by(num_blocks: int, num_holders: int) -> int:
         event = BlocksStored(0, chance.randbytes(100 * HASH_BYTES), None, 0)
         for holder in range(num_holders):
             mac = (number + holder) % 16
-            fleet.router.apply_events(f"mac-{mac}", 1, seqs[mac], [event])
+            fleet.router.macs.apply_events(f"mac-{mac}", 1, seqs[mac], [event])
             seqs[mac] += 1
     return rss() - before
 
@@ -239,7 +239,7 @@ def churn(quick: bool) -> list[Row]:
         happened: list[BlocksStored | BlocksRemoved] = [BlocksStored(0, new, None, 0)]
         if len(kept) > 12 * num_macs:
             happened.append(BlocksRemoved(0, kept.pop(0)))
-        fleet.router.apply_events(f"mac-{mac}", 1, seqs[mac], happened)
+        fleet.router.macs.apply_events(f"mac-{mac}", 1, seqs[mac], happened)
         seqs[mac] += 1
         num_blocks += per_batch
         if num_blocks % (goal // 10) < per_batch:
@@ -268,8 +268,8 @@ def rebuild(quick: bool) -> list[Row]:
     for number, joined in enumerate(snapshots):
         one = time.perf_counter()
         info = MacInfo(f"mac-{number}", 1, "m", ROOT, 16, "a:1", 1 << 20, 1 << 20, layout.groups, 1_600_000)
-        fleet.router.join(info)
-        fleet.router.load_snapshot(info.name, 1, 0, [joined])
+        fleet.router.macs.join(info)
+        fleet.router.macs.load_snapshot(info.name, 1, 0, [joined])
         longest_s = max(longest_s, time.perf_counter() - one)
         fleet.router.route(RouteQuery(f"x{number}", "m", ROOT, hashes_in(joined[:8192]), 8_197, 100), 0.0)
     used_s, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started

@@ -17,6 +17,12 @@ the state's is constant, a window takes in tokens at one price and drops tokens 
 Prices are found by subgradient steps towards a target level; stopping early only leaves the bound looser.
 
 The bound is for reuse at any token; blocks, chunks, in-flight windows and fragmentation cost a real cache more.
+
+With full attention alone it is tight but for parts of a token: tokens nearer the start were last had no earlier, so the
+gain is concave in p, the dual's value is that of the best fractional choice, and a cache may keep any number of tokens.
+With windows and states it is looser, in two ways. Its best choice may be half of two lengths, where a window or a state
+is there or is not; and it takes these to be there at the last request that had the token, also if that one resumed
+further on and did not compute them.
 """
 
 from collections.abc import Sequence

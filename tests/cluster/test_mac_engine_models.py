@@ -89,6 +89,7 @@ async def test_a_mac_serves_a_hybrid_model_and_goes_on_after_a_loss_of_its_worke
         os.kill(engine.worker_pid, signal.SIGKILL)
         await _until(lambda: "first" in sink.finished)
         assert engine.num_worker_restarts == 1
+        assert (tmp_path / "log").read_text().count("dry run rows=512") == 1
         engine.open(_open(engine, "again", prompt + expected[:10]), sink)
         await _until(lambda: "again" in sink.finished)
     finally:

@@ -97,7 +97,7 @@ def test_budget_is_what_is_told_or_what_the_machine_has_left():
     described = pb.Description(memory_limit_bytes=10 << 30, weights_bytes=4 << 30, is_gpu=True)
     assert kv_budget_bytes(described, KVConfig(cache_memory_bytes=5 << 30)) == 5 << 30
     described.activation_bytes = 1 << 30
-    taken = f"weights of {4 << 30} and steps of {1 << 30} bytes and {1 << 30} for adapters"
+    taken = f"weights of {4 << 30}, steps of {1 << 30} and adapters of {1 << 30} bytes"
     with pytest.raises(ValueError, match=f"{taken} {4 << 30} are left"):
         kv_budget_bytes(described, KVConfig(cache_memory_bytes=5 << 30, adapter_memory_bytes=1 << 30))
     without = KVConfig(memory_utilization=0.75, adapter_memory_bytes=0)
@@ -124,10 +124,15 @@ def test_a_budget_without_room_says_what_took_it():
     described = pb.Description(
         layers=layers, memory_limit_bytes=1 << 20, weights_bytes=1 << 19, activation_bytes=1 << 19, is_gpu=True
     )
-    message = r"The budget is what weights of 524288 and steps of 524288 bytes leave of 92% of 1048576 bytes: a smaller"
+    message = r"weights of 524288, steps of 524288 and adapters of 7 bytes leave of 92% of 1048576 bytes: a smaller"
     with pytest.raises(KVBudgetTooSmall, match=message):
-        plan_kv(described, KVConfig(), max_model_len=128, max_in_flight_tokens=32)
+        plan_kv(described, KVConfig(adapter_memory_bytes=7), max_model_len=128, max_in_flight_tokens=32)
     described.activation_bytes -= 16
     with pytest.raises(KVBudgetTooSmall) as told:
-        plan_kv(described, KVConfig(cache_memory_bytes=16), max_model_len=128, max_in_flight_tokens=32)
+        plan_kv(
+            described,
+            KVConfig(cache_memory_bytes=16, adapter_memory_bytes=0),
+            max_model_len=128,
+            max_in_flight_tokens=32,
+        )
     assert "steps of" not in str(told.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartupFailed
-from cluster.kv.hashing import root_hash
+from cluster.kv.hashing import first_extras, root_hash
 from cluster.request_log import RequestLog
 from cluster.scheduling.request import Finish
 from cluster.simulation.errors import BadInput
@@ -128,3 +128,14 @@ def test_broken_lines_are_named(tmp_path: Path, changed: dict[str, object], says
         read_trace(path)
     assert str(caught.value).startswith(f"{path}:2: ")
     assert says in str(caught.value)
+
+
+def test_what_an_adapter_made_is_shared_with_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = RequestLog(str(path))
+    write(log, list(range(130)), [7] * 70)
+    write(log, list(range(130)), [7] * 70, extras=first_extras("", "digest"))
+    log.close()
+    plain, adapted = (base64.b64decode(json.loads(line)["hashes"]) for line in path.read_text().splitlines())
+    hashes = [{joined[at : at + 8] for at in range(0, len(joined), 8)} for joined in (plain, adapted)]
+    assert not hashes[0] & hashes[1]

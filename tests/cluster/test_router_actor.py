@@ -311,7 +311,7 @@ class TestReporter:
         await link.reporter._report(link.engine, "a:1")
 
     def known(self, link) -> tuple[int, ...]:
-        return link.actor._router._fleets["m"].index.digests(0)
+        return link.actor._router.macs._fleets["m"].index.digests(0)
 
     async def test_joins_and_sends_what_changes(self, link) -> None:
         await self.step(link)

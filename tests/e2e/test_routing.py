@@ -1,5 +1,8 @@
 """Every turn of a conversation goes where its prefix is, and the admin endpoint says so."""
 
+import json
+import subprocess
+import sys
 import time
 
 import grpc
@@ -81,6 +84,23 @@ def test_a_drained_mac_gets_nothing_new_until_it_is_resumed(three_macs):
     assert excluded[drained] == "draining"
     assert what_if["chosen"] != drained
     assert three_macs.fleet()[drained]["state"] == "MAC_STATE_READY"
+
+
+def test_the_command_line_explains_a_past_request_and_a_prompt(three_macs):
+    answer = three_macs.chat([{"role": "user", "content": "Hello!"}], max_tokens=4)
+
+    def explain_command(*args: str) -> str:
+        command = [sys.executable, "-m", "cluster", "route", "explain", "--address", three_macs.grpc, *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert json.loads(explain_command(answer["id"], "--json"))["chosen"] == answer["cidery"]["mac"]
+    table = explain_command(answer["id"])
+    assert all(mac in table for mac in three_macs.fleet())
+    what_if = json.loads(explain_command("--prompt", "Hello there, how are you?", "--json"))
+    assert what_if["chosen"] in three_macs.fleet()
+    with pytest.raises(subprocess.CalledProcessError) as unknown:
+        explain_command(what_if["request_id"])
+    assert "not among the last" in unknown.value.stderr, "nothing was booked"
 
 
 def test_unknown_macs_and_requests_are_named(three_macs):

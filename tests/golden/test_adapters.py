@@ -1,5 +1,7 @@
 """Adapters in mixed batches: each request gets what mlx-lm generates with its adapter loaded, and no other."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from mlx import nn
@@ -12,9 +14,10 @@ from tests.golden.in_process import InProcessMac
 from tests.golden.scenario import LOGPROB_TOLERANCE, problems, prompts_of, reference
 from tests.worker.adapter_folders import write_adapter
 from tests.worker.families import VOCAB_SIZE
+from worker.metal import rope
+from worker.metal.dispatch import twin_kernels
 
 NEW_TOKENS = 10
-FOLDED = ("deepseek_v2", "minicpm3", "youtu_llm")
 # Families that read a layer's weight past the layer: mlx-lm can't run an adapter on all of theirs.
 KEYS = {
     "gemma3n": ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"],
@@ -63,12 +66,8 @@ def check(mac: InProcessMac, oracles: dict, prompts) -> None:
 @pytest.mark.parametrize("case", cases())
 def test_several_adapters_in_a_batch_are_each_like_mlx_lms_own(case, tmp_path):
     model, prompts = make_model(case), prompts_of(VOCAB_SIZE)[1:4]
-    # Families whose latents are folded have no such layer when they run: refused, see below.
-    leave_out = "kv_b_proj" if case in FOLDED else ""
     folders = {
-        name: write_adapter(
-            tmp_path / name, make_model(case), rank=rank, seed=rank, leave_out=leave_out, keys=KEYS.get(case)
-        )
+        name: write_adapter(tmp_path / name, make_model(case), rank=rank, seed=rank, keys=KEYS.get(case))
         for name, rank in (("a", 3), ("b", 8))
     }
     oracles = {"": make_model(case)} | {
@@ -87,12 +86,22 @@ def test_several_adapters_in_a_batch_are_each_like_mlx_lms_own(case, tmp_path):
     assert not {kind for kind in kinds if kind.startswith(("Adapted", "Parting"))}
 
 
-@pytest.mark.parametrize("case", FOLDED[:1])
-def test_a_layer_that_is_folded_away_is_refused_by_name(case, tmp_path):
-    folder = write_adapter(tmp_path / "a", make_model(case), rank=3)
-    mac = InProcessMac(make_model(case), config_of(case))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"is_dora": True}, "kv_b_proj is folded into query and output here, for which there is no DoRA"),
+        ({"config_rank": 2}, "kv_b_proj.lora_a has shape (16, 3); with rank 2 it must be (16, 2)"),
+    ],
+)
+def test_what_a_folded_layer_cannot_have_is_refused(options, words, tmp_path):
+    rank = options.pop("config_rank", 3)
+    keys = ["self_attn.kv_b_proj"]
+    folder = write_adapter(tmp_path / "a", make_model("deepseek_v2"), rank=3, keys=keys, **options)
+    file = folder / "adapter_config.json"
+    file.write_text(file.read_text().replace('"rank": 3', f'"rank": {rank}'))
+    mac = InProcessMac(make_model("deepseek_v2"), config_of("deepseek_v2"))
     loaded = mac.engine.load_adapter(pb.LoadAdapter(digest="a", folder=str(folder)))
-    assert "has no layer model.layers.0.self_attn.kv_b_proj" in loaded.refusal
+    assert words in loaded.refusal
 
 
 def quantised(case: str, *, is_tied: bool = False):
@@ -161,3 +170,19 @@ def test_prompts_read_through_an_adapter_are_like_mlx_lms_forward(tmp_path):
     told = [each.logprob for each in scored.prompt_logprobs]
     assert told == pytest.approx([float(logprobs[at, prompt[at + 1]]) for at in range(63)], abs=LOGPROB_TOLERANCE)
     assert pooled.embedding == pytest.approx(oracle.model(mx.array([prompt]))[0].mean(axis=0).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "lfm2", "nemotron_h", "llama tied"])
+def test_rows_keep_their_adapters_where_kernels_take_all_rows_at_once(case, tmp_path):
+    """As on a GPU, by the kernels' twins: states updated in their slots, queries and keys turned together."""
+    folders = {name: write_adapter(tmp_path / name, make_model(case), rank=len(name) + 2) for name in ("a", "bb")}
+    oracles = {"": make_model(case)} | {
+        name: load_adapters(make_model(case), str(folder)) for name, folder in folders.items()
+    }
+    for oracle in oracles.values():
+        oracle.eval()
+    kernels = replace(twin_kernels(), rope=rope.twin, updates_states_in_place=case != "llama tied")
+    mac = InProcessMac(make_model(case), config_of(case), kernels=kernels)
+    for name, folder in folders.items():
+        load(mac, name, folder)
+    check(mac, oracles, prompts_of(VOCAB_SIZE)[1:4])

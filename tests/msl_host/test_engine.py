@@ -10,6 +10,7 @@ import pytest
 
 from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
+from tests.golden.in_process import InProcessMac
 from tests.msl_host.host import MslHost, engine_on_host
 from tests.worker.metal.engine_kinds import KINDS, answers, load
 from worker import dry_run, kernel_needs
@@ -53,6 +54,24 @@ def test_kernels_take_every_path_of_the_engine_as_mlx_lm_would(kind):
     assert not checked.problems
     assert checked.max_logprob_error <= scenario.LOGPROB_TOLERANCE
     assert checked.mac.num_copies > 0 or not checked.mac.kv.has_states
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "delta net", "mamba-2"])
+def test_guessed_tokens_over_kernels_change_no_answer(kind):
+    """Right and wrong ones; a step with guesses takes states out of their slots, the next finds them there again."""
+    case, changes, _, _ = KINDS[kind]
+    config = config_of(case) | changes
+    model, prompts = make_model(case, config=config), scenario.prompts_of(300)[:3]
+    expected = [scenario.reference(model, prompt).tokens for prompt in prompts]
+    kernels = dispatch.assemble(MslHost(), kernel_needs.needs_of(load(kind), 16), {family.name for family in FAMILIES})
+    known = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    mac = InProcessMac(make_model(case, config=config), config, kernels=kernels, max_drafts=3, answers_to_guess=known)
+    added = [mac.add(str(i), prompt, scenario.NEW_TOKENS) for i, prompt in enumerate(prompts)]
+    for _ in range(5):
+        mac.step()
+    mac.preempt("1")
+    mac.run()
+    assert [answer.tokens for answer in added] == expected
 
 
 def test_a_worker_starts_with_what_its_gpu_can_do(monkeypatch, caplog):

@@ -21,13 +21,9 @@ def write_adapter(
     seed: int = 1,
     is_dora: bool = False,
     keys: list[str] | None = None,
-    leave_out: str = "",
     num_layers: int = 1000,
 ) -> Path:
-    """Of a fresh model of the same shape, which is spent. `keys` None: every layer that the tuner would take.
-
-    `leave_out` ends the paths of layers that it has nothing for.
-    """
+    """Of a fresh model of the same shape, which is spent. `keys` None: every layer that the tuner would take."""
     parameters: dict[str, Any] = {"rank": rank, "scale": scale, "dropout": 0.0}
     if keys is not None:
         parameters["keys"] = keys
@@ -35,8 +31,6 @@ def write_adapter(
     mx.random.seed(seed)
     model.update(tree_map_with_path(_drawn, model.parameters()))
     tensors = {path: array for path, array in tree_flatten(model.parameters()) if path.rpartition(".")[2] in LEAVES}
-    if leave_out:
-        tensors = {path: array for path, array in tensors.items() if not path.rpartition(".")[0].endswith(leave_out)}
     assert tensors
     folder.mkdir(parents=True)
     mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)

@@ -105,7 +105,7 @@ def _attend(kernel: object, need: AttentionNeeds, plan: DecodePlan, is_seen: mx.
         for seed, dim in ((1, need.head_dim), (2, need.value_dim))
     )
     queries = _normal(4, plan.num_rows, need.num_heads, 1, need.head_dim, dtype=need.dtype)
-    sinks = _normal(6, need.num_heads) if need.has_sinks else None
+    sinks = _normal(6, need.num_heads, dtype=need.dtype) if need.has_sinks else None
     attend = kernel.attend  # type: ignore[attr-defined]
     out: mx.array = attend(
         queries, keys, values, plan, need.num_kv_heads, need.head_dim**-0.5, softcap=need.softcap, sinks=sinks

@@ -82,11 +82,12 @@ class Slots:
 
     def __init__(self, slots: Sequence[int] | NDArray[np.int32]) -> None:
         self.slots = np.asarray(slots, np.int32)
+        self.num_rows = len(self.slots)
         used = self.slots[self.slots >= 0]
         if len(np.unique(used)) != len(used):
             raise ValueError("two rows go to the same slot")
         # The slot, where a single row goes somewhere.
-        self.only = int(self.slots[0]) if len(self.slots) == len(used) == 1 else None
+        self.only = int(self.slots[0]) if self.num_rows == len(used) == 1 else None
         self._index: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
     @cached_property
@@ -159,16 +160,18 @@ class PoolWriter(ABC):
 
         A single row may have more axes of one before its last.
         """
-        num_rows = len(slots.slots)
+        num_rows, read = slots.num_rows, self._read
         for pool, new in zip(pools, rows, strict=True):
-            self._check_unread(pool)
+            if pool.key in read:
+                self._check_unread(pool)
             heads, _, dim = pool.block_shape
-            is_alike = new.shape == (num_rows, heads, dim) or (
-                num_rows == 1 and new.size == heads * dim and new.shape[-1] == dim
+            shape = new.shape
+            is_alike = shape == (num_rows, heads, dim) or (
+                num_rows == 1 and shape[-1] == dim and new.size == heads * dim
             )
             if not is_alike or new.dtype != pool.dtype:
                 wanted = f"{num_rows} slots of {pool.dtype} {(heads, dim)}"
-                raise ValueError(f"pool {pool.name}: rows {new.dtype} {new.shape} for {wanted}")
+                raise ValueError(f"pool {pool.name}: rows {new.dtype} {shape} for {wanted}")
         self._write(pools, rows, slots)
 
     def quantize(
@@ -213,13 +216,15 @@ class PoolWriter(ABC):
         A reader is a kernel that takes `after`, or plain MLX that ties each of its indices to it (`write_kv.tie`);
         `after` is None where MLX keeps the order itself. It must not keep an array: raises PoolOrderError if it does.
         """
-        arrays = [self._seen(pool) for pool in pools]
-        references = [sys.getrefcount(arrays[i]) for i in range(len(arrays))]
+        arrays = list(map(self._seen, pools))
+        references = list(map(sys.getrefcount, arrays))
         result = reader(*arrays, after=self._order(pools))
-        for i, pool in enumerate(pools):
-            if sys.getrefcount(arrays[i]) > references[i]:
-                raise PoolOrderError(f"a reader of pool {pool.name} kept it, or returned it")
-        self._read.update(pool.key for pool in pools)
+        # Compared at once: this is in every layer of every step.
+        if list(map(sys.getrefcount, arrays)) != references:
+            names = ", ".join(pool.name for pool in pools)
+            raise PoolOrderError(f"a reader of pool {names} kept it, or returned it")
+        for pool in pools:
+            self._read.add(pool.key)
         self._has_read(result if isinstance(result, tuple) else (result,))
         return result
 
@@ -318,16 +323,16 @@ class ScatterWriter(PoolWriter):
 
     def _store_slots(self, pool: Pool, rows: mx.array, slots: Slots) -> None:
         # Two indices: a scatter with a third one for the heads takes MLX twice as long on a CPU.
-        heads, slot_shape = pool.block_shape[0], pool.block_shape[1:]
+        heads, block_size, _ = pool.block_shape
         index: tuple[Any, Any]
         if slots.only is None:
-            index = slots.index(heads, slot_shape[0])
+            index = slots.index(heads, block_size)
         else:
-            block, offset = divmod(slots.only, slot_shape[0])
+            block, offset = divmod(slots.only, block_size)
             index = slice(block * heads, (block + 1) * heads), slice(offset, offset + 1)
             if rows.ndim == 3:
                 rows = rows.swapaxes(0, 1)
-        self._store(pool, slot_shape, index, rows)
+        self._store(pool, pool.row_shape if pool.is_by_head else pool.block_shape[1:], index, rows)
 
     def _store(
         self, pool: Pool, row_shape: tuple[int, ...], index: mx.array | tuple[Any, Any], values: mx.array

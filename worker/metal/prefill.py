@@ -43,6 +43,11 @@ class Prefill:
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
+def is_fused(head_dim: int) -> bool:
+    """Whether MLX attends with many queries of such heads without writing their scores to memory."""
+    return head_dim in _FUSED_HEAD_DIMS
+
+
 def goes_by_gather(
     num_queries: int, context_len: int, shared_heads: int, head_dim: int, options: PrefillOptions, *, is_quantized: bool
 ) -> bool:
@@ -54,7 +59,7 @@ def goes_by_gather(
     (queries times heads that share a KV head). Short chunks, what MLX has no fused kernel for, and what it would mask
     rather than skip (a window inside of the context) go by tiles; so do quantised pools, which a gather would blow up.
     """
-    if is_quantized or options.softcap > 0 or head_dim not in _FUSED_HEAD_DIMS:
+    if is_quantized or options.softcap > 0 or not is_fused(head_dim):
         return False
     sees_all = options.first_seen(context_len - 1) == 0
     return sees_all and num_queries * shared_heads >= _MIN_GATHER_ROWS

@@ -106,7 +106,7 @@ def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None
         window=need.window,
         chunk=need.chunk,
         softcap=need.softcap,
-        sinks=_normal(6, need.num_heads) if need.has_sinks else None,
+        sinks=_normal(6, need.num_heads, dtype=need.dtype) if need.has_sinks else None,
     )
     pools: list[mx.array | QuantizedPool] = []
     for plain in _pools(need):

@@ -142,3 +142,12 @@ def test_a_salt_separates_from_the_first_block_on():
     assert chains[0] == hash_blocks(root, tokens, 4)
     assert len({block_hash for chain in chains for block_hash in chain}) == 12
     assert chains[1] == hash_blocks(root, tokens, 4, first_extras("a"))
+
+
+def test_an_adapter_parts_chains_from_the_first_block_on_and_is_no_salt():
+    root = root_hash(model="m", tokenizer="t", kv_format="f", block_size=4)
+    keys = [("", ""), ("x", ""), ("", "x"), ("x", "x"), ("x", "y"), ("y", "x")]
+    chains = [hash_blocks(root, range(12), 4, first_extras(salt, adapter)) for salt, adapter in keys]
+    assert len({block_hash for chain in chains for block_hash in chain}) == len(keys) * 3
+    assert chains[0] == hash_blocks(root, range(12), 4)
+    assert chains[1] == hash_blocks(root, range(12), 4, {0: ("salt", "x")})

@@ -93,6 +93,33 @@ class TestRunningSequences:
         assert session.lookup(half).num_tokens == 800
 
 
+class TestFreshRanks:
+    def test_what_has_been_used_since_it_was_ranked_waits_its_turn(self, is_ranked_once):
+        kv = kv_of([FULL], 400, policy="lru")
+        session = Session(kv)
+        prompts = [tokens_of(1000 * i, 17) for i in range(130)]
+        for prompt in prompts:
+            session.run(prompt)
+        evict(kv, kv._coordinator.pools[0].num_evictable - 129)
+        session.run(prompts[1])
+        evict(kv, 2)
+        assert [session.lookup(prompts[i]).num_tokens for i in (1, 2, 3, 4)] == [16, 0, 0, 16]
+
+    def test_points_made_since_the_last_ranking_go_before_what_is_worth_more(self, is_ranked_once):
+        """The windows of a long prompt's points on the way are worth less than other prompts."""
+        kv = kv_of([FULL, WINDOW], 1550)
+        session = Session(kv, chunk=512)
+        others = [tokens_of(100_000 * i, 161) for i in range(1, 20)]
+        for prompt in others:
+            session.run(prompt)
+        evict(kv, 20)
+        assert sum(session.lookup(prompt).num_tokens > 0 for prompt in others) == 18
+        session.run(tokens_of(0, 17_000))
+        assert sum(session.lookup(prompt).num_tokens > 0 for prompt in others) >= 16
+        lengths = [session.lookup([*tokens_of(0, at), 1]).num_tokens for at in range(4096, 17_000, 4096)]
+        assert 0 in lengths
+
+
 class TestCopiedBlocks:
     """A prompt sent again copies its last block; until the plan is complete the source is held, without a cursor."""
 
@@ -219,6 +246,28 @@ class TestChains:
         assert kv.num_cached_blocks <= 12
 
 
+class TestPointsOnTheWay:
+    def test_a_long_prompt_can_be_resumed_in_its_midst(self):
+        kv = kv_of([FULL, WINDOW], 1000)
+        session, prompt = Session(kv), tokens_of(0, 9000)
+        session.run(prompt)
+        # As if its end were gone.
+        (end,) = [s for s in kv._coordinator.tree.walk() if not s.children]
+        kv._coordinator.retention._drop_leaf(end, 1)
+        kv.check()
+        assert session.lookup(prompt).num_tokens == 8192
+
+    @pytest.mark.parametrize(
+        ("specs", "policy", "num_made"),
+        [([FULL, WINDOW], "value", 2), ([FULL], "value", 0), ([FULL, STATE], "value", 0), ([FULL, WINDOW], "lru", 0)],
+    )
+    def test_windows_make_them_if_the_policy_can_tell_what_they_are_worth(self, specs, policy, num_made):
+        kv = kv_of(specs, 2000, policy=policy)
+        Session(kv).run(tokens_of(0, 9000))
+        kinds = [s.kind for s in kv._coordinator.tree.walk() if s.is_point]
+        assert kinds.count(PointKind.INTERVAL) == num_made
+
+
 class TestCheckpoints:
     def ledger(self, **options):
         """Three states; an old one is cached, a running sequence holds its own and has none kept yet."""
@@ -252,6 +301,32 @@ class TestCheckpoints:
         assert kv.checkpoint(99, 48, PointKind.HEAD) == ()
         assert kv.get_computed_blocks(chain(tokens_of(0, 33)), 33).num_tokens == 32
         kv.check()
+
+
+class TestGaps:
+    def test_what_a_returning_prefix_registers_waits_as_it_did(self):
+        kv = kv_of([FULL], 100)
+        session = Session(kv)
+        session.run(tokens_of(0, 161))
+        for i in range(1, 4):
+            session.run(tokens_of(1000 * i, 161))
+        longer = [*tokens_of(0, 160), *tokens_of(9000, 80)]
+        session.run(longer)
+        ends = [(s.end, s.gap) for s in kv._coordinator.tree.walk() if bytes(s.hashes[:16]) in chain(longer)]
+        assert ends == [(10, 4), (15, 4)]
+        fresh = [*tokens_of(0, 160), *tokens_of(7000, 80)]
+        kv.start(99, session.lookup(fresh), chain(fresh))
+        assert kv._coordinator.sequences[99].gap == -1, "somebody else, of whom nothing is known"
+
+    def test_of_one_that_is_found_cut_the_end_tells(self):
+        kv = kv_of([FULL], 100)
+        session, stops = Session(kv), kv._coordinator.retention._stops
+        session.run(tokens_of(0, 161))
+        evict(kv, 3)
+        before = stops._num_cuts
+        kv.start(99, session.lookup(tokens_of(0, 161)), chain(tokens_of(0, 161)))
+        assert kv._coordinator.sequences[99].gap == 1
+        assert stops._num_cuts == before + 1
 
 
 class TestGhosts:

@@ -56,16 +56,17 @@ class Fleet:
         self, *names: str, epoch: int = 1, holds: Sequence[BlockHash] = (), speed: float = 1_000.0, **changes: object
     ) -> None:
         for name in names:
-            self.router.join(self.info(name, epoch, **changes))
-            assert self.router.load_snapshot(name, epoch, 0, (b"".join(holds),)) is Applied.OK
+            self.router.macs.join(self.info(name, epoch, **changes))
+            assert self.router.macs.load_snapshot(name, epoch, 0, (b"".join(holds),)) is Applied.OK
             self._next_seq[name] = 0
             self.learn(name, speed)
 
     def learn(self, name: str, tokens_per_s: float) -> None:
         """The Mac's speed, exactly: a step costs nothing but its prefill tokens."""
-        found = self.router._find(name)
+        found = self.router.macs._find(name)
         assert found is not None
         set_speed(found[1].speed, tokens_per_s)
+        found[1].update_costs()
         found[0].touch(found[1].slot)
 
     def store(self, name: str, prompt: Sequence[int], first: int = 0, end: int | None = None, epoch: int = 1) -> None:
@@ -118,7 +119,7 @@ class Fleet:
     def _events(self, name: str, epoch: int, events: list) -> None:
         seq = self._next_seq[name]
         self._next_seq[name] = seq + 1
-        assert self.router.apply_events(name, epoch, seq, events) is Applied.OK
+        assert self.router.macs.apply_events(name, epoch, seq, events) is Applied.OK
 
 
 def set_speed(speed, tokens_per_s: float) -> None:

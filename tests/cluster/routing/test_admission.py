@@ -137,7 +137,7 @@ def test_only_deadlines_that_can_be_met_are_admitted(desk) -> None:
 def test_a_mac_of_unknown_speed_is_believed_to_be_in_time(desk) -> None:
     """Else it might never be asked, and never learnt."""
     one = desk("a")
-    one.fleet.router.join(one.fleet.info("new"))
+    one.fleet.router.macs.join(one.fleet.info("new"))
     assert one.submit(3.0, "1", deadline_s=2.0) == "new"
 
 
@@ -179,11 +179,11 @@ def test_waiting_in_vain_ends_with_the_reason(desk) -> None:
     one = desk("a")
     one.submit(3.0, "0")
     one.submit(1.0, "1")
-    one.fleet.router.drain("a")
+    one.fleet.router.macs.drain("a")
     assert isinstance(one.dispatch()["1"], NoMacAvailable)
-    one.fleet.router.resume("a")
+    one.fleet.router.macs.resume("a")
     one.submit(1.0, "2")
-    one.fleet.router.leave("a", 1)
+    one.fleet.router.macs.leave("a", 1)
     assert isinstance(one.dispatch()["2"], UnknownModel)
     assert one.admission.num_waiting() == {}
     with pytest.raises(UnknownModel):

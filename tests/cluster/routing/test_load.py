@@ -103,3 +103,67 @@ def test_a_prompt_without_a_full_block_is_expected_nowhere(loads: LoadBook) -> N
     loads.progress(0, 16, lambda slot, block_hash: True)
     loads.release("a")
     loads.check()
+
+
+def test_a_prompt_keeps_a_state_where_another_parts_unless_it_has_passed(loads: LoadBook) -> None:
+    """States and windows live at places, not along the content."""
+    loads.book(Booking("a", 0, chain(10), 160, 0, 9.0))
+    fork = [*chain(6), *chain(4, 100)]
+    assert loads.num_to_come(0, fork, 16) == 6
+    assert loads.num_to_come(1, fork, 16) == 0
+    assert loads.num_to_come(0, chain(4, 100), 16) == 0
+    held = set(chain(5))
+    loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    assert loads.num_to_come(0, fork, 16) == 6
+    held = set(chain(6))
+    loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    assert loads.num_to_come(0, fork, 16) == 0, "passed"
+    assert loads.num_to_come(0, chain(10), 16) == 10, "its own end is still to come"
+    loads.book(Booking("b", 0, [*chain(6), *chain(1, 100)], 112, 0, 9.0))
+    assert loads.num_to_come(0, fork, 16) == 7, "another will keep one further on"
+
+
+def test_a_mac_is_further_than_it_has_announced(loads: LoadBook) -> None:
+    loads.book(Booking("a", 0, chain(10), 160, 0, 9.0, num_ahead_tokens=32))
+    assert loads.num_to_come(0, [*chain(2), *chain(2, 100)], 16) == 0, "two blocks may have been planned by now"
+    assert loads.num_to_come(0, [*chain(3), *chain(2, 100)], 16) == 3
+
+
+def test_a_prompt_that_stops_anyway_is_worth_waiting_for_there(loads: LoadBook) -> None:
+    """The content of four blocks was there, but nothing to go on from: it is computed again, and a state kept then."""
+    loads.book(Booking("a", 0, chain(10), 160, 32, 9.0, num_ahead_tokens=64, stop_depth=4))
+    fork = [*chain(5), *chain(2, 100)]
+    held = set(chain(4))
+    loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 128, 0), "what was there before is no progress"
+    assert loads.num_to_come(0, fork, 16) == 4
+    assert loads.num_to_come(0, [*chain(3), *chain(2, 100)], 16) == 0, "they part before it"
+    held = set(chain(5))
+    loads.progress(0, 16, lambda slot, block_hash: block_hash in held)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 80, 0)
+    assert loads.num_to_come(0, fork, 16) == 0, "its Mac has told of the state by now, if it is still there"
+
+
+def test_a_prompt_whose_content_is_all_there_is_still_under_way(loads: LoadBook) -> None:
+    loads.book(Booking("a", 0, chain(4), 64, 0, 9.0, stop_depth=4))
+    loads.progress(0, 16, lambda slot, block_hash: True)
+    loads.check()
+    assert loads.load(0) == MacLoad(1, 64, 0)
+    assert loads.num_to_come(0, chain(4), 16) == 4
+    loads.first_token("a")
+    loads.release("a")
+    loads.check()
+    assert not loads.pending
+
+
+def test_whether_anything_was_booked_since(loads: LoadBook) -> None:
+    book(loads, "a")
+    first = loads.get("a")
+    assert first is not None
+    assert loads.is_latest(first)
+    book(loads, "b", slot=1)
+    assert loads.is_latest(first)
+    book(loads, "c")
+    assert not loads.is_latest(first)

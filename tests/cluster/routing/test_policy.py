@@ -6,7 +6,7 @@ import pytest
 
 from cluster.routing.config import POLICIES, RoutingConfig
 from cluster.routing.policy import PredictedSeconds, View
-from cluster.routing.predict import MacBounds, Standing, base_s, beside_s, standing_of, terms_of
+from cluster.routing.predict import MacBounds, Standing, base_s, beside_s, first_token_s, standing_of, terms_of
 from cluster.routing.rivals import LeastLoaded, LinearBlockCost, PrefixAffinity, RoundRobin, WeightedScores
 from cluster.routing.router import Router
 from cluster.routing.speed import StepCosts
@@ -59,8 +59,8 @@ class TestTerms:
     def test_an_idle_mac_costs_its_prefill_and_its_answer(self) -> None:
         terms = terms_of(standing(), 400, 400, 1_000, 100.0)
         assert (terms.wait_s, terms.shared_s, terms.stall_s, terms.pressure_s) == (0.0, 0.0, 0.0, 0.0)
-        # 600 tokens at 1 ms and their share of two steps, behind 700 tokens on average.
-        assert terms.prefill_s == pytest.approx(600 * (0.001 + 0.010 / 500 + 700e-6))
+        # 600 tokens at 1 ms, in steps of 250, behind 700 tokens on average.
+        assert terms.prefill_s == pytest.approx(600 * (0.001 + 0.010 / 250 + 700e-6))
         assert terms.decode_s == pytest.approx(100 * (0.010 + 0.002 + 1_000e-6))
         assert terms.first_token_s == terms.prefill_s
         assert terms.total_s == pytest.approx(terms.prefill_s + terms.decode_s)
@@ -73,7 +73,7 @@ class TestTerms:
     def test_rows_that_decode_slow_prefill_and_are_held_up(self) -> None:
         terms = terms_of(standing(num_decoding=2, decode_context_tokens=4_000), 0, 0, 500, 0.0)
         rows_s = 0.010 + 2 * 0.002 + 4_000e-6
-        assert terms.prefill_s == pytest.approx(500 * (0.001 + rows_s / 500 + 250e-6))
+        assert terms.prefill_s == pytest.approx(500 * (0.001 + rows_s / 250 + 250e-6))
         assert terms.stall_s == pytest.approx(0.5 * 2 * terms.prefill_s)
 
     def test_a_row_costs_itself_and_the_others(self) -> None:
@@ -121,9 +121,40 @@ class TestTerms:
             costs=flat, num_prefilling=1, num_prefill_tokens=2_000, prefill_work=2_000**2, longest=(2_000, 2_000**2)
         )
         terms = terms_of(busy, 0, 0, 500, 100.0)
-        # 1.5 s of it are left then, in steps of 250 ms.
-        assert terms.decode_s == pytest.approx(1.5)
+        # It begins after a step and a half of 250 ms and takes half of those that follow: 1.125 s are left then.
+        assert terms.first_token_s == pytest.approx(1.375)
+        assert terms.decode_s == pytest.approx(1.125)
         assert terms_of(busy, 0, 0, 500, 2.0).decode_s == pytest.approx(2 * 0.25)
+
+    def test_steps_that_are_planned_come_first(self) -> None:
+        """The one that runs, half done on average, and the one behind it: of one row, or of a chunk."""
+        flat = StepCosts(0.0, 0.001, 0.0, 0.1, 0.0)
+        assert standing(costs=flat).start_s == 0.0
+        assert standing(costs=flat, num_decoding=2).start_s == pytest.approx(1.5 * 0.2)
+        long = standing(
+            costs=flat, num_prefilling=1, num_prefill_tokens=900, prefill_work=900**2, longest=(900, 900**2)
+        )
+        assert long.start_s == pytest.approx(1.5 * 0.25)
+        short = standing(costs=flat, num_prefilling=1, num_prefill_tokens=50, prefill_work=50**2, longest=(50, 50**2))
+        assert short.start_s == pytest.approx(0.05), "no longer than there is anything"
+
+    def test_a_prompt_alone_carries_the_rows_by_itself(self) -> None:
+        """Steps of 250 tokens beside rows of 250 ms: alone a token takes 2 ms, two abreast 1.5."""
+        costs = StepCosts(0.0, 0.001, 0.0, 0.25, 0.0)
+        rows = {"num_decoding": 1}
+        even = standing(
+            costs=costs, num_prefilling=2, num_prefill_tokens=1_000, prefill_work=0, longest=(500, 0), **rows
+        )
+        assert (even.wait_s, even.start_s) == pytest.approx((1_000 * 0.0015, 1_000 * 0.0015))
+        one = standing(
+            costs=costs, num_prefilling=1, num_prefill_tokens=1_000, prefill_work=0, longest=(1_000, 0), **rows
+        )
+        assert (one.wait_s, one.beside_s) == pytest.approx((1_000 * 0.002, 1.0))
+        terms = terms_of(one, 0, 0, 500, 0.0)
+        assert terms.prefill_s == pytest.approx(500 * 0.002)
+        assert first_token_s(one, 0, 500) == pytest.approx(terms.first_token_s)
+        assert first_token_s(standing(), 0, 500) == pytest.approx(terms_of(standing(), 0, 0, 500, 0.0).first_token_s)
+        assert terms.wait_s == pytest.approx(one.start_s + 500 * 0.001), "the other's tokens, but not its rows again"
 
     def test_what_is_busy_costs_those_who_come_later(self) -> None:
         config = RoutingConfig(work_weight=0.1, crowd_weight=0.5, pressure_weight=0.0)

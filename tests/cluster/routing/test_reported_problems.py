@@ -101,12 +101,12 @@ def test_health_never_edits_load(fleet, prompt_of) -> None:
     for number in range(6):
         fleet.route(prompt_of((number, 100)))
     before = fleet.loads()
-    fleet.router.lost("a")
-    fleet.router.join(fleet.info("a"))
-    fleet.router.check_digests("a", 1, 0, [0])
-    fleet.router.join(fleet.info("b"))
-    fleet.router.drain("b")
-    fleet.router.resume("b")
+    fleet.router.macs.lost("a")
+    fleet.router.macs.join(fleet.info("a"))
+    fleet.router.macs.check_digests("a", 1, 0, [0])
+    fleet.router.macs.join(fleet.info("b"))
+    fleet.router.macs.drain("b")
+    fleet.router.macs.resume("b")
     fleet.router.check()
     assert fleet.loads() == before
 
@@ -134,7 +134,7 @@ def test_a_macs_own_count_never_overwrites_what_is_booked(fleet, prompt_of) -> N
     """
     fleet.add("a")
     fleet.route(prompt_of((1, 500)))
-    fleet.router.observe_load("a", 1, 0)
+    fleet.router.macs.observe_load("a", 1, 0)
     assert fleet.loads() == {"a": (1, 500, 0)}
     explained = fleet.router.what_if(fleet.query(prompt_of((2, 500))), 0.0)
     assert explained.candidates[0].terms.wait_s == 0.5
@@ -145,10 +145,10 @@ def test_a_flapping_mac_keeps_its_bookings_within_their_leases(fleet, prompt_of)
     fleet.add("a", "b")
     fleet.route(prompt_of((1, 3_000)), exclude=["b"])
     for _ in range(3):
-        fleet.router.lost("a")
+        fleet.router.macs.lost("a")
         fleet.router.check()
-        assert fleet.router.join(fleet.info("a")) is Applied.RESYNC
-        fleet.router.check_digests("a", 1, 5, [0])
+        assert fleet.router.macs.join(fleet.info("a")) is Applied.RESYNC
+        fleet.router.macs.check_digests("a", 1, 5, [0])
     assert fleet.loads()["a"] == (1, 3_000, 0)
     assert [fleet.route(prompt_of((2 + number, 500))).mac for number in range(4)] == ["b"] * 4
     fleet.router.expire(60.0)
@@ -159,7 +159,7 @@ def test_bookings_belong_to_one_incarnation(fleet, prompt_of) -> None:
     """The other half of dynamo#13513: a restarted Mac runs none of the requests that its past self was given."""
     fleet.add("a")
     old = fleet.route(prompt_of((1, 3_000)))
-    fleet.router.lost("a")
+    fleet.router.macs.lost("a")
     fleet.add("a", epoch=2)
     assert fleet.loads() == {"a": (0, 0, 0)}
     new = fleet.route(prompt_of((2, 100)))
@@ -195,12 +195,12 @@ def test_a_gap_in_the_events_is_seen_and_healed(fleet, prompt_of, hashes_of) -> 
     prompt = prompt_of((1, 160))
     hashes = hashes_of(prompt)
     fleet.add("a")
-    apply = fleet.router.apply_events
+    apply = fleet.router.macs.apply_events
     assert apply("a", 1, 0, [BlocksStored(0, b"".join(hashes[:3]), None, 0)]) is Applied.OK
     assert apply("a", 1, 2, [BlocksRemoved(0, hashes[2])]) is Applied.RESYNC
     assert apply("a", 1, 3, [BlocksStored(0, hashes[3], hashes[2], 3)]) is Applied.RESYNC
-    assert fleet.router.check_digests("a", 1, 4, [xor_of(b"".join(hashes[:8]))]) == (0,)
-    assert fleet.router.load_snapshot("a", 1, 4, [b"".join(hashes[:8])]) is Applied.OK
+    assert fleet.router.macs.check_digests("a", 1, 4, [xor_of(b"".join(hashes[:8]))]) == (0,)
+    assert fleet.router.macs.load_snapshot("a", 1, 4, [b"".join(hashes[:8])]) is Applied.OK
     assert fleet.route(prompt).num_matched_tokens == 128
     assert fleet.router.index_stats().macs[0].content.num_gaps == 1
 
@@ -211,14 +211,14 @@ def test_a_restarted_router_rebuilds_from_what_macs_hold(make_fleet, prompt_of, 
     hashes = hashes_of(prompt)
     fleet = make_fleet()
     child = BlocksStored(0, hashes[8], hashes[7], 8)
-    assert fleet.router.apply_events("a", 1, 42, [child]) is Applied.RESYNC
-    assert not fleet.router.knows("a", 1)
-    assert fleet.router.join(fleet.info("a")) is Applied.RESYNC
-    assert fleet.router.apply_events("a", 1, 42, [child]) is Applied.RESYNC
+    assert fleet.router.macs.apply_events("a", 1, 42, [child]) is Applied.RESYNC
+    assert not fleet.router.macs.knows("a", 1)
+    assert fleet.router.macs.join(fleet.info("a")) is Applied.RESYNC
+    assert fleet.router.macs.apply_events("a", 1, 42, [child]) is Applied.RESYNC
     assert fleet.route(prompt, "x").mac == "a", "by load alone meanwhile"
     fleet.router.release("x")
-    fleet.router.load_snapshot("a", 1, 42, [b"".join(hashes[:8])])
-    assert fleet.router.apply_events("a", 1, 42, [child]) is Applied.OK
+    fleet.router.macs.load_snapshot("a", 1, 42, [b"".join(hashes[:8])])
+    assert fleet.router.macs.apply_events("a", 1, 42, [child]) is Applied.OK
     assert fleet.route(prompt).num_matched_tokens == 144
 
 
@@ -237,8 +237,8 @@ def test_an_unknown_block_does_not_stop_the_rest_of_a_removal(fleet, prompt_of, 
 def with_groups(fleet, *specs, names=("a",)) -> tuple[KVGroup, ...]:
     groups = (*fleet.info("a").groups, *(KVGroup(i, 0, spec, (i,), 64) for i, spec in enumerate(specs, 1)))
     for name in names:
-        fleet.router.join(fleet.info(name, groups=groups))
-        fleet.router.check_digests(name, 1, 0, [0] * len(groups))
+        fleet.router.macs.join(fleet.info(name, groups=groups))
+        fleet.router.macs.check_digests(name, 1, 0, [0] * len(groups))
         fleet.learn(name, 1_000.0)
     return groups
 
@@ -254,8 +254,8 @@ def test_duplicate_stores_are_one_presence_for_each_mac_and_group(fleet, prompt_
     with_groups(fleet, WINDOW, names=("a", "b"))
     stored = [BlocksStored(group, joined, None, 0) for group in (0, 1)]
     for name in ("a", "b"):
-        assert fleet.router.apply_events(name, 1, 0, [*stored, stored[0]]) is Applied.OK
-    fleet.router.apply_events("a", 1, 1, [BlocksRemoved(0, joined)])
+        assert fleet.router.macs.apply_events(name, 1, 0, [*stored, stored[0]]) is Applied.OK
+    fleet.router.macs.apply_events("a", 1, 1, [BlocksRemoved(0, joined)])
     fleet.router.check()
     held = {mac: each.num_held_tokens for mac, each in fleet.candidates(fleet.route(prompt)).items()}
     assert held == {"a": 0, "b": 32}
@@ -270,12 +270,32 @@ def test_an_evicted_state_alone_is_an_event_and_ends_the_credit(fleet, prompt_of
     with_groups(fleet, STATE, names=("a", "b"))
     for name in ("a", "b"):
         stored = [BlocksStored(0, b"".join(hashes), None, 0), BlocksStored(1, hashes[9], hashes[8], 9)]
-        fleet.router.apply_events(name, 1, 0, stored)
-    fleet.router.apply_events("a", 1, 1, [BlocksRemoved(1, hashes[9])])
+        fleet.router.macs.apply_events(name, 1, 0, stored)
+    fleet.router.macs.apply_events("a", 1, 1, [BlocksRemoved(1, hashes[9])])
     decision = fleet.route(prompt)
     held = {mac: each.num_held_tokens for mac, each in fleet.candidates(decision).items()}
     assert held == {"a": 0, "b": 160}
     assert decision.mac == "b"
+
+
+def test_a_state_to_come_is_credited_only_where_no_sibling_has_passed(fleet, prompt_of, hashes_of) -> None:
+    """A recurrent model keeps a state where prompts part only if the first has not run past it."""
+    first, second = prompt_of((1, 3_200), (2, 1_600)), prompt_of((1, 3_200), (3, 1_600))
+    with_groups(fleet, STATE)
+    fleet.route(first)
+    assert fleet.route(second, "early").num_matched_tokens == 3_200
+    fleet.router.release("early")
+    joined = b"".join(hashes_of(first)[:180])
+    fleet.router.macs.apply_events("a", 1, 0, [BlocksStored(0, joined, None, 0)])
+    assert fleet.route(second, "late").num_matched_tokens == 0, "320 tokens are left to there, two steps of 512 planned"
+    # Elsewhere the content was known, but not its state: there the first of them stops anyway.
+    fleet.router.release("late")
+    third, joined = prompt_of((5, 4_800)), hashes_of(prompt_of((5, 3_200)))
+    stored = [BlocksStored(0, b"".join(joined), None, 0), BlocksStored(1, joined[189], joined[188], 189)]
+    fleet.router.macs.apply_events("a", 1, 1, stored)
+    assert fleet.route(third, "third").num_matched_tokens == 190 * 16
+    assert fleet.route(prompt_of((5, 3_300)), "fourth").num_matched_tokens == 200 * 16
+    assert fleet.route(prompt_of((5, 4_800), (6, 800)), "fifth").num_matched_tokens == 4_800, "far from passed"
 
 
 def test_tells_how_far_back_the_newest_reusable_state_is(fleet, prompt_of, hashes_of) -> None:
@@ -284,7 +304,7 @@ def test_tells_how_far_back_the_newest_reusable_state_is(fleet, prompt_of, hashe
     hashes = hashes_of(prompt)
     with_groups(fleet, STATE)
     stored = [BlocksStored(0, b"".join(hashes), None, 0), BlocksStored(1, hashes[3], hashes[2], 3)]
-    fleet.router.apply_events("a", 1, 0, stored)
+    fleet.router.macs.apply_events("a", 1, 0, stored)
     (candidate,) = fleet.router.what_if(fleet.query(prompt), 0.0).candidates
     assert candidate.num_held_tokens == 64
     assert [(each.kind, each.num_tokens) for each in candidate.groups] == [
@@ -297,9 +317,9 @@ def test_groups_of_another_cut_are_refused_in_the_handshake(fleet) -> None:
     """dynamo#9376: events of hybrid groups came with another block size than the router believed."""
     with_groups(fleet, WINDOW)
     with pytest.raises(IncompatibleMac, match="KV layers in other groups"):
-        fleet.router.join(fleet.info("b"))
+        fleet.router.macs.join(fleet.info("b"))
     with pytest.raises(IncompatibleMac, match="another block size: 32 tokens here, 16 on a"):
-        fleet.router.join(fleet.info("b", block_size=32))
+        fleet.router.macs.join(fleet.info("b", block_size=32))
 
 
 def test_memory_follows_the_live_blocks_under_churn(fleet, prompt_of, hashes_of) -> None:
@@ -313,11 +333,13 @@ def test_memory_follows_the_live_blocks_under_churn(fleet, prompt_of, hashes_of)
                 fleet.remove(name, hashes_of(prompt_of((number - 2, 1_600))))
     fleet.router.check()
     assert fleet.router.index_stats().num_keys == 200
-    holdings = [each for content in fleet.router._fleets["tiny"].index._contents.values() for each in content.holdings]
+    holdings = [
+        each for content in fleet.router.macs._fleets["tiny"].index._contents.values() for each in content.holdings
+    ]
     assert all(len(each._log) // 16 <= 200 * 5 // 4 + 1_024 for each in holdings)
     for name in ("a", "b"):
-        fleet.router.leave(name, 1)
-    assert fleet.router._fleets == {}
+        fleet.router.macs.leave(name, 1)
+    assert fleet.router.macs._fleets == {}
 
 
 def test_a_model_that_leaves_leaves_nothing(fleet, prompt_of, hashes_of) -> None:
@@ -326,9 +348,9 @@ def test_a_model_that_leaves_leaves_nothing(fleet, prompt_of, hashes_of) -> None
         model = f"model-{number}"
         fleet.add("a", epoch=number, model=model, holds=hashes_of(prompt_of((1, 160))))
         fleet.route(prompt_of((1, 160)), model=model, session="s")
-        fleet.router.leave("a", number)
+        fleet.router.macs.leave("a", number)
     router = fleet.router
-    assert (router._fleets, router._model_of_mac, router._model_of_request) == ({}, {}, {})
+    assert (router.macs._fleets, router.macs._model_of_mac, router._model_of_request) == ({}, {}, {})
 
 
 def test_another_hash_seed_is_refused_in_the_handshake(fleet, hashes_of, prompt_of) -> None:
@@ -338,7 +360,7 @@ def test_another_hash_seed_is_refused_in_the_handshake(fleet, hashes_of, prompt_
     """
     fleet.add("a")
     with pytest.raises(IncompatibleMac, match="another root hash"):
-        fleet.router.join(fleet.info("b", root_hash=hashes_of(prompt_of((1, 16)))[0]))
+        fleet.router.macs.join(fleet.info("b", root_hash=hashes_of(prompt_of((1, 16)))[0]))
     code = (REPOSITORY / "cluster/kv/hashing.py").read_text()
     assert "hash(" not in code.replace("root_hash(", "").replace("_hash(", "")
 
@@ -352,7 +374,7 @@ def test_two_models_share_no_state(fleet, prompt_of, hashes_of) -> None:
     decision = fleet.route(prompt, model="other")
     assert (decision.mac, decision.num_matched_tokens) == ("b", 0)
     assert set(fleet.candidates(decision)) == {"b"}
-    fleet.router.leave("a", 1)
+    fleet.router.macs.leave("a", 1)
     assert fleet.route(prompt, model="other").mac == "b"
 
 
@@ -362,7 +384,7 @@ def test_an_exact_hit_runs_one_token_and_no_more(fleet, prompt_of, hashes_of, sp
     prompt = prompt_of((1, 160))
     with_groups(fleet, *specs)
     joined = b"".join(hashes_of(prompt))
-    fleet.router.apply_events("a", 1, 0, [BlocksStored(group, joined, None, 0) for group in range(1 + len(specs))])
+    fleet.router.macs.apply_events("a", 1, 0, [BlocksStored(group, joined, None, 0) for group in range(1 + len(specs))])
     decision = fleet.route(prompt)
     assert decision.num_matched_tokens == 159
     assert fleet.loads() == {"a": (1, 1, 0)}

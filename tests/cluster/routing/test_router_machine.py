@@ -113,7 +113,7 @@ class RouterMachine(RuleBasedStateMachine):
             twin.is_synced = False
         twin.is_lost, twin.lost_since_s = False, None
         info = MacInfo(name, epoch, "m", ROOT, 16, f"{name}:1", 1_000, 100, FULL, 1_600)
-        assert self.router.join(info) is (Applied.OK if twin.is_synced else Applied.RESYNC)
+        assert self.router.macs.join(info) is (Applied.OK if twin.is_synced else Applied.RESYNC)
 
     @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(["restart", "silent", "leave", "leave late", "lost"]))
     def mishap(self, name: str, kind: str) -> None:
@@ -124,13 +124,13 @@ class RouterMachine(RuleBasedStateMachine):
             # Old batches can't be told from new ones now: only those that come from here on do.
             self.real[name] = RealMac(epoch=real.epoch)
         elif kind == "lost":
-            self.router.lost(name)
+            self.router.macs.lost(name)
             if twin is not None:
                 twin.is_lost = True
         elif kind == "leave late":
-            self.router.leave(name, (twin.epoch if twin else 0) - 1)
+            self.router.macs.leave(name, (twin.epoch if twin else 0) - 1)
         else:
-            self.router.leave(name, twin.epoch if twin else 0)
+            self.router.macs.leave(name, twin.epoch if twin else 0)
             self._end_incarnation(name)
             self.joined.pop(name, None)
             self.draining.discard(name)
@@ -139,7 +139,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data(), happens=st.sampled_from(["drain", "cordon", "resume", "resume"]))
     def operate(self, data: st.DataObject, happens: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.joined)))
-        getattr(self.router, happens)(name)
+        getattr(self.router.macs, happens)(name)
         if happens == "drain":
             self.draining.add(name)
         elif happens == "cordon":
@@ -190,16 +190,16 @@ class RouterMachine(RuleBasedStateMachine):
         """Digests, then buckets, as a Mac does it when it is told to."""
         real, twin = self.real[name], self.joined.get(name)
         digests = [xor_of(b"".join(real.held))]
-        answer = self.router.check_digests(name, real.epoch, real.next_seq, digests)
+        answer = self.router.macs.check_digests(name, real.epoch, real.next_seq, digests)
         if twin is None or twin.epoch != real.epoch or twin.is_lost:
             assert answer is None
             return
         assert answer == (() if twin.held == real.held else (0,))
         if answer:
-            wanted = self.router.differing_buckets(name, real.epoch, {0: bucket_digests(real.held)})
+            wanted = self.router.macs.differing_buckets(name, real.epoch, {0: bucket_digests(real.held)})
             assert wanted is not None
             sent = {0: (wanted[0], in_buckets(real.held, wanted[0]))}
-            loaded = self.router.load_difference(name, real.epoch, real.next_seq, sent, digests)
+            loaded = self.router.macs.load_difference(name, real.epoch, real.next_seq, sent, digests)
             assert loaded is Applied.OK
         twin.held, twin.next_seq = set(real.held), real.next_seq
         twin.is_synced = twin.is_known = True
@@ -341,7 +341,7 @@ class RouterMachine(RuleBasedStateMachine):
     def _deliver(self, name: str, batch: Batch) -> None:
         epoch, seq, events = batch
         twin = self.joined.get(name)
-        answer = self.router.apply_events(name, epoch, seq, events)
+        answer = self.router.macs.apply_events(name, epoch, seq, events)
         if twin is None or twin.epoch != epoch or twin.is_lost:
             assert answer is Applied.RESYNC
             return

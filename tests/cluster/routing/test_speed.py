@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.routing.speed import StepCosts, StepModel, StepSample, assumed_costs
+from cluster.routing.speed import StepCosts, StepModel, StepSample, assumed_costs, shape_of
 
 FAST = StepCosts(0.02, 1 / 2_000, 1 / 2_000 / 20_000, 0.001, 1e-6)
 
@@ -86,3 +86,40 @@ def test_steps_that_say_nothing_are_not_counted(sample: StepSample) -> None:
 def test_the_assumed_shape_prefills_as_fast_as_it_says() -> None:
     assert assumed_costs(500.0).prefill_tokens_per_s == pytest.approx(500.0, rel=0.02)
     assert assumed_costs(500.0).decode_step_s == pytest.approx(0.035, rel=0.1)
+
+
+def told(costs: StepCosts, shapes: list[tuple[int, float, int, int]]) -> StepModel:
+    model = StepModel(assumed_costs(500.0))
+    for shape in shapes * 2:
+        model.observe(StepSample(*shape, seconds_of(costs, *shape)))
+    return model
+
+
+SHORT = [(256, 128.0, 0, 0), (256, 384.0, 0, 0), *[(0, 0.0, 1, 512)] * 4]
+LONG = [*SHORT, (256, 60_000.0, 0, 0), (256, 20_000.0, 8, 100_000), (0, 0.0, 16, 400_000)]
+
+
+def test_what_one_mac_has_not_learnt_is_as_with_the_others() -> None:
+    """Short prompts don't tell what long contexts cost: a Mac that had none must not look slow at them for ever."""
+    half = StepCosts(*(2 * weight for weight in FAST.weights))
+    knows, new = told(FAST, LONG * 10), told(half, SHORT)
+    assert knows.certainties[2] > 0.9
+    assert new.certainties[2] < 0.5
+    at = (256, 60_000.0, 0, 0)
+    truth = seconds_of(half, *at)
+    assert seconds_of(new.costs, *at) == pytest.approx(truth, rel=0.5)
+    assert seconds_of(new.costs, *at) != pytest.approx(truth, rel=0.1), "by itself it is wrong"
+    shape = shape_of([knows, new])
+    assert seconds_of(new.costs_in(shape), *at) == pytest.approx(truth, rel=0.1)
+    assert seconds_of(knows.costs_in(shape), *at) == pytest.approx(seconds_of(FAST, *at), rel=0.05)
+
+
+def test_what_nobody_knows_is_as_assumed() -> None:
+    models = [told(FAST, SHORT), told(FAST, SHORT)]
+    for model in models:
+        assert model.costs_in(shape_of(models)).weights == pytest.approx(model.costs.weights, rel=0.02)
+
+
+def test_all_costs_can_be_scaled() -> None:
+    assert FAST.times(1.0) is FAST
+    assert FAST.times(2.0).weights == tuple(2 * weight for weight in FAST.weights)

@@ -173,6 +173,18 @@ def test_a_faster_mac_gets_more_work() -> None:
     assert by_mac[1] > 2 * by_mac[0]
 
 
+def test_the_speed_of_a_mac_that_tells_wrong_times_heals() -> None:
+    """Steps of every other Mac are told as twice as long as they take; first tokens tell the truth."""
+    fleet = tiny_fleet(2, 50_000)
+    told = replace(fleet, macs=(replace(fleet.macs[0], told_factor=2.0, told_prefill_factor=2.0), fleet.macs[1]))
+    simulation = Simulation(trace_of([(i * 0.4, 600, 2, [i]) for i in range(40)]), told, Options())
+    outcome = simulation.run()
+    speeds = [each.prefill_tokens_per_s for each in simulation.router.fleet()]
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.2)
+    by_mac = [sum(each.mac == mac.name for each in outcome.requests[15:]) for mac in told.macs]
+    assert min(by_mac) >= 5, "both get work again"
+
+
 def test_a_failure_of_nobody_is_refused() -> None:
     with pytest.raises(SimulationError, match="no Mac is named 'mac-9'; there are mac-1"):
         Simulation(conversations(0), tiny_fleet(1), Options(failures=(Failure("mac-9", 1.0),)))
