@@ -32,7 +32,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     _, tokenizer = load(str(folder))  # type: ignore[misc]
     large, config = models.make_large(folder)
     draft = models.make_small(folder, _NOISE)
-    prompts = {"copy": _copy_prompts(tokenizer, large), "unrelated": _random_prompts()}
+    prompts = {"copy": _copy_prompts(tokenizer, models.make_small(folder)[0]), "unrelated": _random_prompts()}
     if options.side == "mlx-lm":
         for mode in [mode for mode in options.modes if mode in ("off", "draft")]:
             for text in options.texts:
@@ -45,6 +45,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _copy_prompts(tokenizer: Any, model: Any) -> list[list[int]]:
+    """The small model tells what the large one would."""
     prompts = []
     for animal in _ANIMALS:
         question = {"role": "user", "content": f"Tell me a story about a {animal}."}
