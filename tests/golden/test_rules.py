@@ -15,17 +15,9 @@ from cluster.scheduling.request import Finish, LogitRules
 from cluster.tokenizer import Tokenizer
 from tests.golden.cases import config_of, make_model
 from tests.golden.in_process import InProcessMac
-from tests.worker.families import VOCAB_SIZE
+from tests.golden.ruled import MAX_TOKENS, answers_alone, ruled_requests
 from worker.grammar import GrammarTable
 
-_RULES = {
-    "penalties": LogitRules(frequency_penalty=0.8, presence_penalty=0.6, repetition_penalty=1.3),
-    "bias": LogitRules(logit_bias=((3, 4.0), (9, -100.0), (11, 4.5)), presence_penalty=1.5),
-    "bans": LogitRules(banned_sequences=((3,), (5, 7), (1, 2, 3)), min_tokens=10),
-    "none": LogitRules(),
-}
-_DRAWS = ({}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.9, "top_p": 0.9, "xtc_probability": 0.5, "seed": 6})
-_MAX_TOKENS = 24
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -45,35 +37,16 @@ def _no_compile():
     mx.clear_cache()
 
 
-def _requests() -> dict[str, tuple[list[int], dict]]:
-    rng = random.Random(3)
-    asked = {}
-    for name, rules in _RULES.items():
-        for number, draws in enumerate(_DRAWS):
-            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((3, 16, 33, 50)))]
-            asked[f"{name} {number}"] = prompt, {"rules": rules, **draws}
-    return asked
-
-
-def _alone(case: str) -> dict[str, list[int]]:
-    mac = InProcessMac(make_model(case), config_of(case))
-    answers = {}
-    for request_id, (prompt, fields) in _requests().items():
-        answers[request_id] = mac.add(request_id, prompt, _MAX_TOKENS, stop_token_ids=(4,), **fields)
-        mac.run()
-    return {request_id: answer.tokens for request_id, answer in answers.items()}
-
-
 @pytest.mark.parametrize("case", ["llama tied", "gemma3_text", "qwen3_next"])
-def test_preempted_answers_are_those_of_requests_alone(case):
+def test_preempted_answers_are_those_of_requestsanswers_alone(case):
     """All at once in chunks, preempted at random, the worker lost once: the tokens of each alone."""
-    expected = _alone(case)
+    expected = answers_alone(case)
     assert any(len(set(tokens)) > 5 for tokens in expected.values())
     mac = InProcessMac(make_model(case), config_of(case))
     rng = random.Random(4)
     answers = {}
-    for request_id, (prompt, fields) in _requests().items():
-        answers[request_id] = mac.add(request_id, prompt, _MAX_TOKENS, stop_token_ids=(4,), **fields)
+    for request_id, (prompt, fields) in ruled_requests().items():
+        answers[request_id] = mac.add(request_id, prompt, MAX_TOKENS, stop_token_ids=(4,), **fields)
         mac.step()
     num_preempted = 0
     while mac.scheduler.has_work():
@@ -91,13 +64,13 @@ def test_preempted_answers_are_those_of_requests_alone(case):
 def test_another_mac_goes_on_where_a_lost_one_was():
     """It gets prompt and tokens, and nothing else."""
     case = "llama tied"
-    expected = _alone(case)
+    expected = answers_alone(case)
     mac = InProcessMac(make_model(case), config_of(case))
-    for request_id, (prompt, fields) in _requests().items():
+    for request_id, (prompt, fields) in ruled_requests().items():
         for cut in (1, 7, len(expected[request_id]) - 1):
             generated = expected[request_id][:cut]
             other = mac.add(
-                f"{request_id} {cut}", prompt, _MAX_TOKENS, generated=generated, stop_token_ids=(4,), **fields
+                f"{request_id} {cut}", prompt, MAX_TOKENS, generated=generated, stop_token_ids=(4,), **fields
             )
             mac.run()
             assert generated + other.tokens == expected[request_id]

@@ -18,19 +18,11 @@ from cluster.tokenizer import Tokenizer
 from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
 from tests.golden.in_process import InProcessMac
+from tests.golden.ruled import MAX_TOKENS, answers_alone, ruled_requests
 from tests.golden.test_isolation import PoisonedMac
 from tests.golden.test_no_copies import WatchedMac
 from tests.worker.families import VOCAB_SIZE
 from worker.grammar import GrammarTable
-
-_RULES = {
-    "none": LogitRules(),
-    "penalties": LogitRules(frequency_penalty=0.8, presence_penalty=0.6, repetition_penalty=1.3),
-    "bias": LogitRules(logit_bias=((3, 4.0), (9, -100.0), (11, 4.5)), presence_penalty=1.5),
-    "bans": LogitRules(banned_sequences=((3,), (5, 7), (1, 2, 3)), min_tokens=10),
-}
-_DRAWS = ({}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.9, "top_p": 0.9, "xtc_probability": 0.5, "seed": 6})
-_MAX_TOKENS = 24
 
 
 @pytest.fixture(autouse=True)
@@ -41,39 +33,19 @@ def _no_compile():
     mx.clear_cache()
 
 
-def _requests() -> dict[str, tuple[list[int], dict]]:
-    rng = random.Random(3)
-    asked = {}
-    for name, rules in _RULES.items():
-        for number, draws in enumerate(_DRAWS):
-            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((3, 16, 33, 50)))]
-            asked[f"{name} {number}"] = prompt, {"rules": rules, **draws}
-    return asked
-
-
-def _answers(case: str) -> dict[str, list[int]]:
-    """Of each request alone, without guesses."""
-    mac = InProcessMac(make_model(case), config_of(case))
-    answers = {}
-    for request_id, (prompt, fields) in _requests().items():
-        answers[request_id] = mac.add(request_id, prompt, _MAX_TOKENS, stop_token_ids=(4,), **fields)
-        mac.run()
-    return {request_id: answer.tokens for request_id, answer in answers.items()}
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("case", ["llama tied", "gemma3_text", "qwen3_next", "jamba", "deepseek_v32"])
 def test_drawn_and_ruled_answers_are_those_without_guesses(case, depth):
     """All at once in chunks, guessed rightly and wrongly, preempted and aborted at random; logprobs too."""
-    expected = _answers(case)
-    guessed = [prompt + expected[request_id] for request_id, (prompt, _) in _requests().items()]
+    expected = answers_alone(case)
+    guessed = [prompt + expected[request_id] for request_id, (prompt, _) in ruled_requests().items()]
     mac = InProcessMac(
         make_model(case), config_of(case), max_drafts=5, answers_to_guess=guessed, max_plans_in_flight=depth
     )
     rng = random.Random(4)
     answers = {}
-    for request_id, (prompt, fields) in _requests().items():
-        answers[request_id] = mac.add(request_id, prompt, _MAX_TOKENS, stop_token_ids=(4,), **fields)
+    for request_id, (prompt, fields) in ruled_requests().items():
+        answers[request_id] = mac.add(request_id, prompt, MAX_TOKENS, stop_token_ids=(4,), **fields)
         mac.step()
     left = mac.add("left", list(range(40)), 90)
     while mac.scheduler.has_work():
@@ -243,8 +215,8 @@ def test_a_draft_model_changes_nothing_however_good_it_is(case, noise):
     draft = make_model(source)
     mx.random.seed(2)
     draft.update(tree_map(lambda w: w + noise * w.std() * mx.random.normal(w.shape), draft.parameters()))
-    requests = {name: asked for name, asked in _requests().items() if name.split()[0] in ("none", "penalties")}
-    expected = {name: tokens for name, tokens in _answers(case).items() if name in requests}
+    requests = {name: asked for name, asked in ruled_requests().items() if name.split()[0] in ("none", "penalties")}
+    expected = {name: tokens for name, tokens in answers_alone(case).items() if name in requests}
     mac = InProcessMac(
         make_model(case),
         config_of(case),
@@ -255,7 +227,7 @@ def test_a_draft_model_changes_nothing_however_good_it_is(case, noise):
     )
     answers, rng = {}, random.Random(1)
     for request_id, (prompt, fields) in requests.items():
-        answers[request_id] = mac.add(request_id, prompt, _MAX_TOKENS, stop_token_ids=(4,), **fields)
+        answers[request_id] = mac.add(request_id, prompt, MAX_TOKENS, stop_token_ids=(4,), **fields)
         mac.step()
     while mac.scheduler.has_work():
         live = [request_id for request_id in answers if answers[request_id].finish is None]
