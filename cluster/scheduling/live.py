@@ -119,6 +119,12 @@ class LiveRequest:
         self.next_scored = end
         return tuple(map(TokenLogprobs, tokens, scores.logprobs, scores.top))
 
+    def forget_progress(self) -> None:
+        """Its blocks are gone: all of its tokens are to be run again."""
+        self.num_run = max(self.num_run, self.num_planned)
+        self.num_planned = self.num_processed = 0
+        self.computed = None
+
     def extend_chain(self, first_index: int, hashes: bytes) -> None:
         """Append block hashes that it did not know, and compare the rest. Raises ProtocolError if they differ."""
         at = first_index * HASH_BYTES

@@ -175,9 +175,9 @@ class InProcessMac:
 
     def preempt(self, request_id: str) -> None:
         """As if others needed its blocks: it computes again what is not cached."""
-        live = self.scheduler._live_by_id[request_id]
+        live = self.scheduler._roster.by_id[request_id]
         if live.is_running:
-            self.scheduler._preempt(live)
+            self.scheduler._roster.preempt(live)
 
     def step(self) -> bool:
         """Plan and run one step, and take in the oldest result; False if there was nothing to do."""

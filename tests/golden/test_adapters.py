@@ -51,7 +51,7 @@ def check(mac: InProcessMac, oracles: dict, prompts) -> None:
             mac.step()
         for name in oracles:
             request_id = f"{turn} {name} 2"
-            if request_id in mac.scheduler._live_by_id:
+            if request_id in mac.scheduler._roster.by_id:
                 mac.preempt(request_id)
         mac.run()
         for key, answer in answers.items():

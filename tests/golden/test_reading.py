@@ -91,7 +91,7 @@ def test_prompts_read_in_a_mixed_batch_are_like_mlx_lms_forward(case):
         mac.step()
         mac.step()
         for name in (f"scored 2 {turn}", f"MEAN 2 {turn}"):
-            if name in mac.scheduler._live_by_id:
+            if name in mac.scheduler._roster.by_id:
                 mac.preempt(name)
         mac.run()
         for answer, i in zip(scored, (2, 4, 3), strict=True):

@@ -67,9 +67,10 @@ class QuickWorker(FakeWorker):
         for copy in plan.copies:
             assert self._key(copy.group, copy.source) != self._key(copy.group, copy.target)
 
-    def _run_slice(self, sequence, part):
-        assert part.start == sequence.num_computed or sequence.num_computed is None, "positions run in order"
-        end = part.start + part.num_tokens
+    def _run_slice(self, sequence, part, start, drafts):
+        assert not drafts, "nobody guesses here"
+        assert start == sequence.num_computed or sequence.num_computed is None, "positions run in order"
+        end = start + part.num_tokens
         assert end <= len(sequence.tokens), "a token is run before it is known"
         for manager in self.managers:
             table = sequence.tables.setdefault(manager.group_id, [])
@@ -227,7 +228,7 @@ class MacSim:
         self.kv.take_events()
 
     def live(self, request_id):
-        return self.scheduler._live_by_id[request_id]
+        return self.scheduler._roster.by_id[request_id]
 
     def verify(self):
         """Everything has ended, with the tokens of an undisturbed run, and no block is anybody's."""
@@ -284,7 +285,7 @@ class MacSim:
             self.just_preempted.append(request_id)
         rows = () if plan is None else plan.slices
         for new in () if plan is None else plan.new_sequences:
-            trace = self.traces[self.scheduler._live_by_seq[new.seq_id].request.request_id]
+            trace = self.traces[self.scheduler._roster.by_seq[new.seq_id].request.request_id]
             self.by_seq[new.seq_id] = self.running[trace.request.request_id] = trace
             trace.seq_id = new.seq_id
             if trace.first_work is None:
@@ -326,10 +327,10 @@ class MacSim:
         live = self.live(trace.request.request_id)
         is_short = self.kv.free_bytes < sum(g.page_bytes for g in self.layout.groups) or bool(self.just_preempted)
         assert is_short, "a decode waited although there was memory"
-        lowest = min(reversed(self.scheduler._running), key=lambda each: each.priority)
+        lowest = min(reversed(self.scheduler._roster.running), key=lambda each: each.priority)
         spared = self.traces[lowest.request.request_id] in with_row
         assert lowest is live or spared, "a lower one kept its blocks without a row"
-        first = max(self.scheduler._running, key=lambda each: each.priority)
+        first = max(self.scheduler._roster.running, key=lambda each: each.priority)
         trace.num_sat_out += 1
         self.num_sat_out += 1
         assert first is not live, "the first of all got nothing"

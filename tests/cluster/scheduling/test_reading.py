@@ -67,7 +67,7 @@ def test_a_preempted_prompt_goes_on_where_it_was_told():
     rig.add(request_of("r", PROMPT, 1, reading=SCORED))
     rig.step()
     rig.step()
-    rig.scheduler._preempt(rig.scheduler._live_by_id["r"])
+    rig.scheduler._roster.preempt(rig.scheduler._roster.by_id["r"])
     assert rows(rig.schedule())[0][0] == 16
     rig.drain()
 
@@ -76,7 +76,7 @@ def test_a_preempted_mean_starts_again():
     rig = Rig()
     rig.add(request_of("r", PROMPT, 0, reading=Reading(pooling=Pooling.MEAN)))
     rig.step()
-    rig.scheduler._preempt(rig.scheduler._live_by_id["r"])
+    rig.scheduler._roster.preempt(rig.scheduler._roster.by_id["r"])
     assert rows(rig.schedule())[0][0] == 0
     rig.drain()
     assert rig.updates["r"][-1].embedding == pooled(Pooling.MEAN, PROMPT)
@@ -169,7 +169,7 @@ def test_a_running_scored_prompt_sits_a_step_out_without_room():
         rig.add(request_of(name, tuple(range(first, first + 20)), 0, reading=SCORED))
     assert rows(rig.schedule()) == [(0, 8, False), (0, 1, False)]
     rig.apply()
-    rig.scheduler._config = replace(rig.config, max_scored_tokens=8)
+    rig.scheduler._planner._config = replace(rig.config, max_scored_tokens=8)
     assert rows(rig.schedule()) == [(8, 8, False)]
     rig.apply()
     rig.drain()

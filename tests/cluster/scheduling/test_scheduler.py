@@ -181,8 +181,8 @@ class TestShares:
             rig.step()
         rig.lose_worker()
         refunds = []
-        charge = rig.scheduler._waiting.charge
-        rig.scheduler._waiting.charge = lambda *a, **k: refunds.append(a) or charge(*a, **k)
+        charge = rig.scheduler._roster.waiting.charge
+        rig.scheduler._roster.waiting.charge = lambda *a, **k: refunds.append(a) or charge(*a, **k)
         rig.abort("a")
         assert refunds == [("", 24 - 32)]
 

@@ -134,8 +134,8 @@ class TestGuessesThatAreWrong:
         rig.add(request_of("a", (1, 2, 3), 30))
         rig.step()
         rig.schedule()
-        live = rig.scheduler._live_by_id["a"]
-        rig.scheduler._preempt(live)
+        live = rig.scheduler._roster.by_id["a"]
+        rig.scheduler._roster.preempt(live)
         rig.check()
         assert rig.schedule() is None
         (update,) = rig.apply()

@@ -197,7 +197,7 @@ class TestPreemption:
         rig.add(request_of("b", (5, 6, 7, 8), 16))
         rig.schedule()
         while True:
-            num_processed = rig.scheduler._live_by_id["b"].num_processed
+            num_processed = rig.scheduler._roster.by_id["b"].num_processed
             rig.schedule()
             if rig.scheduler.stats().num_preemptions:
                 break
@@ -245,7 +245,7 @@ class TestPreemption:
         rig.add(request_of("a", (1, 2, 3), 5))
         rig.schedule()
         rig.kv.allocate(1, 8)
-        rig.scheduler._live_by_id["a"].max_length = 20
+        rig.scheduler._roster.by_id["a"].max_length = 20
         with pytest.raises(AssertionError, match="admission is wrong"):  # noqa: PT012
             for _ in range(10):
                 rig.scheduler.schedule(0.0)

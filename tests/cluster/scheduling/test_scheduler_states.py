@@ -40,7 +40,7 @@ class TestRecurrentModels:
         rig = self.rig(**limits)
         prompt = tuple(range(3000))
         rig.add(request_of("a", prompt, 2))
-        pool, live = rig.kv._coordinator.pools[0], rig.scheduler._live_by_id["a"]
+        pool, live = rig.kv._coordinator.pools[0], rig.scheduler._roster.by_id["a"]
         while live.num_planned < 2048:
             rig.schedule()
             rig.apply()
