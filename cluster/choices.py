@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from cluster.conductor import Completed, Conductor, Event, Job
+from cluster.conductor import Conductor
+from cluster.job import Completed, Event, Job
 from cluster.sampling import fixed_seed, seed_of_answer
 
 

@@ -18,7 +18,7 @@ from cluster.errors import (
     Overloaded,
     RequestTooLong,
 )
-from cluster.handling import Handling
+from cluster.job import Completed, Event, Job, TextChunk
 from cluster.kv.hashing import BlockHash, first_extras, hash_blocks
 from cluster.mac_link import MacLinks
 from cluster.metrics import Metrics
@@ -26,19 +26,17 @@ from cluster.ray_calls import ActorCaller
 from cluster.request_log import RequestLog
 from cluster.router_actor import RequestNotes
 from cluster.routing.decision import Decision, RouteQuery
-from cluster.sampling import SamplingRequest, check_token_ids, resolve
+from cluster.sampling import check_token_ids, resolve
 from cluster.scheduling.request import (
     Finish,
     Pooling,
     Reading,
     Request,
     SamplingParams,
-    TokenLogprobs,
     Update,
     one_by_one,
 )
-from cluster.served_models import ServedModel
-from cluster.tokenizer import Detokenizer, Prompt, StopStrings
+from cluster.tokenizer import Detokenizer, StopStrings
 
 log = logging.getLogger(__name__)
 
@@ -48,57 +46,6 @@ _NOTES_PERIOD_S = 0.02
 # Between a Mac's loss and its return, or another's: how long a request waits for any Mac.
 _NO_MAC_PATIENCE_S = 30.0
 _NO_MAC_PAUSE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request as a face (gRPC or HTTP) hands it over."""
-
-    request_id: str
-    model: ServedModel
-    prompt: Prompt
-    asked: SamplingRequest
-    arrived_s: float
-    handling: Handling
-    # When the client gives up, by the monotonic clock; None: never.
-    deadline_s: float | None = None
-    # Then nothing is drawn, and Completed has the vector.
-    pooling: Pooling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TextChunk:
-    """What became certain since the last chunk; `text` lags behind `token_ids` while it may belong to a stop string."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    # Of the next tokens of the prompt, from its second on; they come before any text.
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """The end of an answer. Times in seconds since arrival at the gateway, `queue_s` at the Mac."""
-
-    finish: Finish
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_completion_tokens: int
-    route_s: float
-    queue_s: float
-    first_token_s: float
-    total_s: float
-    mac: str
-    seed: int
-    stop: str | None
-    embedding: tuple[float, ...] = ()
-    # Tokens guessed on Macs, and those of the answer that were guessed.
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
-Event = TextChunk | Completed
 
 
 @dataclass(slots=True)

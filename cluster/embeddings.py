@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from cluster.conductor import Completed, Conductor, Job
+from cluster.conductor import Conductor
 from cluster.errors import CideryError, InvalidRequest
 from cluster.handling import Handling
+from cluster.job import Completed, Job
 from cluster.sampling import SamplingRequest
 from cluster.scheduling.request import Pooling
 from cluster.served_models import ServedModel

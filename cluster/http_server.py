@@ -19,13 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.admin import AdminServicer
 from cluster.choices import Indexed, serve_answers, usage_of
-from cluster.conductor import Completed, Conductor, Job
+from cluster.conductor import Conductor
 from cluster.config import MAX_BODY_BYTES
 from cluster.embeddings import EmbedJob, embed
 from cluster.errors import ActorAway, BodyTooLarge, CideryError, InvalidRequest, Overloaded
 from cluster.fleet_metrics import fleet_text
 from cluster.handling import SESSION_HEADER, Handling
 from cluster.inference import new_request_id
+from cluster.job import Completed, Job
 from cluster.metrics import Metrics
 from cluster.openai_embeddings import embedding_body, parse_embedding
 from cluster.openai_requests import OpenAIRequest, parse_body, parse_common, parse_messages, parse_prompt

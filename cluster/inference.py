@@ -10,10 +10,11 @@ import grpc
 
 from cluster import grammars, wire
 from cluster.choices import serve_answers
-from cluster.conductor import Completed, Conductor, Event, Job, TextChunk
+from cluster.conductor import Conductor
 from cluster.embeddings import EmbedJob, check_num_inputs, embed
 from cluster.errors import InvalidRequest
 from cluster.handling import SESSION_HEADER, Handling
+from cluster.job import Completed, Event, Job, TextChunk
 from cluster.sampling import SamplingRequest, check_num_answers
 from cluster.scheduling.request import Speculation, TokenLogprobs
 from cluster.served_models import ServedModel, ServedModels

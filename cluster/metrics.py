@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-if TYPE_CHECKING:
-    from cluster.conductor import Completed
+from cluster.job import Completed
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -73,7 +71,7 @@ class Metrics:
         """One gap between tokens."""
         self._between.labels(model).observe(seconds)
 
-    def count(self, model: str, completed: "Completed") -> None:
+    def count(self, model: str, completed: Completed) -> None:
         """Token counters of a completed request."""
         self._prompt.labels(model).inc(completed.num_prompt_tokens)
         self._cached.labels(model).inc(completed.num_cached_tokens)
@@ -98,7 +96,7 @@ class ObservedRequest:
             self._metrics.between_tokens(self._model, now_s - self._last_s)
         self._last_s = now_s
 
-    def completed(self, completed: "Completed") -> None:
+    def completed(self, completed: Completed) -> None:
         """The request has ended as it should."""
         self.outcome = completed.finish.name.lower()
         self._metrics.first_token(self._model, completed.first_token_s)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.choices import Indexed, usage_of
-from cluster.conductor import Completed, Event, Job, TextChunk
 from cluster.errors import CideryError, InvalidRequest
+from cluster.job import Completed, Event, Job, TextChunk
 from cluster.scheduling.request import Finish, TokenLogprobs
 from cluster.served_models import ServedModel
 from cluster.tokenizer import Tokenizer

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.choices import serve_answers, usage_of
-from cluster.conductor import Completed, Job, TextChunk
 from cluster.errors import MacLost
 from cluster.handling import Handling
+from cluster.job import Completed, Job, TextChunk
 from cluster.sampling import SamplingRequest, seed_of_answer
 from cluster.scheduling.request import Finish
 from cluster.tokenizer import Prompt

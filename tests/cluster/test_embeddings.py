@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import embeddings
-from cluster.conductor import Completed, TextChunk
 from cluster.embeddings import EmbedJob, embed
 from cluster.errors import InvalidRequest, Overloaded, RequestTooLong
 from cluster.handling import Handling
+from cluster.job import Completed, TextChunk
 from cluster.model_files import pooling_of
 from cluster.openai_embeddings import embedding_body, parse_embedding
 from cluster.scheduling.request import Finish, Pooling
