@@ -233,7 +233,8 @@ def failure_to_proto(request_id: str, error: CideryError) -> node_pb2.Update:
     """A request that could not be run, by the error's name."""
     message = error.detail if isinstance(error, InvalidRequest) else str(error)
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-    failure = node_pb2.Failure(reason=error.reason, message=message, retry_after_s=retry_after_s)
+    field = error.field if isinstance(error, InvalidRequest) else ""
+    failure = node_pb2.Failure(reason=error.reason, message=message, retry_after_s=retry_after_s, field=field)
     return node_pb2.Update(request_id=request_id, failure=failure)
 
 
@@ -243,7 +244,7 @@ def failure_from_proto(message: node_pb2.Failure) -> CideryError:
     if kind is RequestTooLong:
         return RequestTooLong(message.message)
     if kind is InvalidRequest:
-        return InvalidRequest("request", message.message)
+        return InvalidRequest(message.field, message.message)
     if kind is Overloaded:
         return Overloaded(message.message, message.retry_after_s)
     if kind is None:

@@ -9,8 +9,9 @@ import mlx.core as mx
 
 from worker.batch import Batch
 from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, Quantization, StateShape
-from worker.metal.pool_writer import Pool, PoolWriter, Result, ScatterWriter
+from worker.metal.pool_writer import Pool, PoolWriter, Result
 from worker.metal.quantized import QuantizedPool
+from worker.metal.scatter_writer import ScatterWriter
 from worker.pool_arrays import PoolArrays
 from worker.states import PendingStates, Slots
 

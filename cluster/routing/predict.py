@@ -105,6 +105,16 @@ class MacBounds:
     max_chunk_tokens: int
     token_capacity: int
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Of one prompt in one step."""
+        return min(self.max_chunk_tokens, self.max_num_batched_tokens)
+
+    @property
+    def num_lanes(self) -> int:
+        """Prompts that one step takes a whole chunk of."""
+        return max(1, self.max_num_batched_tokens // self.chunk_tokens)
+
 
 def standing_of(
     costs: StepCosts,
@@ -127,8 +137,7 @@ def standing_of(
     """
     # Every step with prefill carries the rows that decode; a prompt alone gets but one chunk of it.
     rows_s = costs.step_s + costs.row_s * num_decoding + costs.row_context_s * decode_context_tokens
-    chunk = min(bounds.max_chunk_tokens, bounds.max_num_batched_tokens)
-    num_lanes = max(1, bounds.max_num_batched_tokens // chunk)
+    chunk, num_lanes = bounds.chunk_tokens, bounds.num_lanes
     rows_token_s = rows_s / (chunk if num_lanes > 1 else bounds.max_num_batched_tokens)
     queue = _in_line(
         (num_prefill_tokens, costs.token_s * num_prefill_tokens + costs.context_s * prefill_work / 2),
@@ -139,11 +148,8 @@ def standing_of(
     token_s = costs.token_s + rows_token_s
     num_others = num_prefilling + num_decoding
     row_s = costs.step_s + costs.row_s * (num_others + 1) + costs.row_context_s * decode_context_tokens
-    start_s, wait_s = queue.start_s, queue.wait_s
-    num_too_many = num_others + 1 - bounds.max_num_seqs
-    if num_too_many > 0:
-        row_wait_s = num_too_many * num_output_tokens * row_s / bounds.max_num_seqs
-        start_s, wait_s = start_s + row_wait_s, wait_s + row_wait_s
+    seat_s = _seat_wait_s(bounds, num_others, num_output_tokens * row_s)
+    start_s, wait_s = queue.start_s + seat_s, queue.wait_s + seat_s
     context = prefill_work / 2 / num_prefill_tokens if num_prefill_tokens else 0.0
     pressure = _pressure(config, recent_work_s, hot_tokens / bounds.token_capacity)
     stall = config.stall_weight * num_decoding
@@ -182,6 +188,12 @@ def standing_of(
         context_tokens=decode_context_tokens + num_prefill_tokens,
         token_capacity=bounds.token_capacity,
     )
+
+
+def _seat_wait_s(bounds: MacBounds, num_others: int, answer_s: float) -> float:
+    """Until one of those that run leaves the newcomer its place, where all are taken."""
+    num_too_many = num_others + 1 - bounds.max_num_seqs
+    return max(0, num_too_many) * answer_s / bounds.max_num_seqs
 
 
 def _pressure(config: RoutingConfig, recent_work_s: float, hot_share: float) -> float:

@@ -138,7 +138,7 @@ def test_a_failure_of_the_row_becomes_the_requests():
 
 
 @pytest.mark.parametrize(
-    "error", [Overloaded("full"), MacLost("gone"), RequestTooLong("9 + 9 = 18"), InvalidRequest("request", "bad")]
+    "error", [Overloaded("full"), MacLost("gone"), RequestTooLong("9 + 9 = 18"), InvalidRequest("speculation", "bad")]
 )
 def test_a_failure_keeps_its_kind_and_words(error):
     arrived = wire.failure_from_proto(wire.failure_to_proto("r", error).failure)

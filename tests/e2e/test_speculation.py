@@ -109,7 +109,9 @@ def test_grpc_chooses_too_and_tells(guessing):
 def test_what_there_is_not_is_refused(guessing, value, words):
     response = guessing.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "speculation": value})
     assert response.status_code == 400
-    assert words in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == "speculation"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from worker.kv_shapes import CacheGroup, LayerShape, StateShape
 from worker.kv_tensors import KVTensors
-from worker.metal.pool_writer import ScatterWriter
+from worker.metal.scatter_writer import ScatterWriter
 from worker.pool_arrays import PoolArrays
 from worker.states import PendingStates
 

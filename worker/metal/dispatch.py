@@ -9,11 +9,13 @@ import mlx.core as mx
 from worker.metal import prefill, self_test, state_kernels
 from worker.metal.decode_checks import LatentNeeds
 from worker.metal.factory import MetalKernel
+from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.paged_decode import PagedDecode
 from worker.metal.paged_prefill import PagedPrefill
-from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter
+from worker.metal.pool_writer import PoolWriter
 from worker.metal.prefill import Prefill
 from worker.metal.rope import Rope, RopeOptions
+from worker.metal.scatter_writer import ScatterWriter
 from worker.metal.self_test import AttentionNeeds, Family, Needs, RopeNeeds
 from worker.metal.self_test_cases import FAMILIES
 from worker.metal.state_kernels import StateKernels, twin_state_kernels

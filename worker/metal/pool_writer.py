@@ -9,23 +9,17 @@ has read is an error in both routes (but for another part of it, which has no bl
   wait. MLX does not see these writes: tokens order them. It is for GPUs on which the self-test proved it.
 """
 
-import operator
 import sys
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from math import prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
-
-from worker.metal.factory import MetalKernel, dtype_tag
-from worker.metal.quantized import QuantizedPool, WriteQuantized
-from worker.metal.write_kv import VEC, PutBlocks, WriteKV, move_blocks, nothing_if
 
 Result = TypeVar("Result", mx.array, tuple[mx.array, ...])
 
@@ -38,7 +32,7 @@ class PoolOrderError(RuntimeError):
 
 
 # A pool and its part.
-_Key = tuple[str, int]
+Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,7 @@ class Pool:
     part: int = 0
     # Of the array that readers get, without its first axis; and whose order of use it is. Made once: both are hot.
     row_shape: tuple[int, ...] = field(init=False)
-    key: _Key = field(init=False)
+    key: Key = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "row_shape", self.block_shape[1:] if self.is_by_head else self.block_shape)
@@ -120,7 +114,7 @@ class PoolWriter(ABC):
         self._num_blocks: dict[str, int] = {}
         # How whoever made a pool sees it, which is how it is kept.
         self._kept_as: dict[str, tuple[int, ...]] = {}
-        self._read: set[_Key] = set()
+        self._read: set[Key] = set()
 
     def create(
         self, name: str, num_blocks: int, block_shape: tuple[int, ...], dtype: mx.Dtype, *, is_by_head: bool = False
@@ -289,200 +283,3 @@ class PoolWriter(ABC):
 
     @abstractmethod
     def _commit(self, outputs: Sequence[mx.array]) -> None: ...
-
-
-class ScatterWriter(PoolWriter):
-    """MLX's scatter with donation, and a full evaluation a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._results: list[weakref.ref[mx.array]] = []
-        # Of kernels that wrote in place since the last commit.
-        self._tokens: dict[_Key, mx.array] = {}
-
-    def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
-        for pool, new in zip(pools, rows, strict=True):
-            self._store_slots(pool, new if slots.kept is None else new[slots.kept], slots)
-
-    def _quantize(
-        self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, bits: int, group_size: int
-    ) -> None:
-        parts = mx.quantize(rows if slots.kept is None else rows[slots.kept], group_size=group_size, bits=bits)
-        for pool, part in zip(pools, parts, strict=True):
-            self._store_slots(pool, part, slots)
-
-    def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
-        contents = [self._by_block(pool)[sources] for pool in pools]
-        # A pending reader of the old pool would make the scatter copy all of it.
-        mx.eval(contents)
-        for pool, content in zip(pools, contents, strict=True):
-            self._store(pool, pool.block_shape, targets, content)
-
-    def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
-        self._store(pool, pool.block_shape, block_ids, contents)
-
-    def _store_slots(self, pool: Pool, rows: mx.array, slots: Slots) -> None:
-        # Two indices: a scatter with a third one for the heads takes MLX twice as long on a CPU.
-        heads, block_size, _ = pool.block_shape
-        index: tuple[Any, Any]
-        if slots.only is None:
-            index = slots.index(heads, block_size)
-        else:
-            block, offset = divmod(slots.only, block_size)
-            index = slice(block * heads, (block + 1) * heads), slice(offset, offset + 1)
-            if rows.ndim == 3:
-                rows = rows.swapaxes(0, 1)
-        self._store(pool, pool.row_shape if pool.is_by_head else pool.block_shape[1:], index, rows)
-
-    def _store(
-        self, pool: Pool, row_shape: tuple[int, ...], index: mx.array | tuple[Any, Any], values: mx.array
-    ) -> None:
-        """`array.reshape(-1, *row_shape)[index] = values`, in place."""
-        if self._tokens and any(name == pool.name for name, _ in self._tokens):
-            raise PoolOrderError(f"pool {pool.name} is written after a kernel of this step updated it: commit first")
-        kept_as = self._kept_as[pool.name]
-        if kept_as == row_shape:
-            self._arrays[pool.name][index] = values
-            return
-        # No name may refer to the array beside its view, or the scatter copies it.
-        view = self._arrays.pop(pool.name).reshape(-1, *row_shape)
-        view[index] = values
-        self._arrays[pool.name] = view.reshape(-1, *kept_as)
-
-    def _order(self, pools: Sequence[Pool]) -> mx.array | None:
-        """MLX keeps its own order; only what kernels wrote in place needs tokens."""
-        if not self._tokens:
-            return None
-        tokens = [self._tokens[pool.key] for pool in pools if pool.key in self._tokens]
-        return reduce(operator.add, tokens) if tokens else None
-
-    def _has_updated(self, pools: Sequence[Pool], token: mx.array) -> None:
-        self._tokens |= dict.fromkeys((pool.key for pool in pools), token)
-
-    def _has_read(self, results: Sequence[mx.array]) -> None:
-        # Not held: a step's attention outputs would all stay in memory until its end.
-        self._results += map(weakref.ref, results)
-
-    def _commit(self, outputs: Sequence[mx.array]) -> None:
-        unread = [result for reference in self._results if (result := reference()) is not None]
-        mx.eval(*outputs, *unread, *self._tokens.values(), *self._arrays.values())
-        self._results.clear()
-        self._tokens.clear()
-
-    def finish(self) -> None:
-        """Nothing: each commit waits."""
-
-
-class InPlaceWriter(PoolWriter):
-    """Kernels that write through their inputs.
-
-    The token of a pool's last write orders all that comes after it in the step. The token of the step's reads, which
-    each read prolongs by a launch of nothing, orders the writes of the next step: a block may be reused at once.
-    """
-
-    def __init__(self, metal_kernel: MetalKernel) -> None:
-        super().__init__()
-        self._write_kv = WriteKV(metal_kernel)
-        self._put_blocks = PutBlocks(metal_kernel)
-        self._write_quantized = WriteQuantized(metal_kernel)
-        self._join = _Join(metal_kernel)
-        self._written: dict[_Key, mx.array] = {}
-        # Of all steps so far, and of this one.
-        self._past: mx.array | None = None
-        self._reads: mx.array | None = None
-
-    def finish(self) -> None:
-        """Wait until everything that was committed is done."""
-        if self._past is not None:
-            mx.eval(self._past)
-
-    def _has_updated(self, pools: Sequence[Pool], token: mx.array) -> None:
-        self._written |= dict.fromkeys((pool.key for pool in pools), token)
-
-    def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
-        rows = [new if new.ndim == 3 else new.reshape(1, -1, new.shape[-1]) for new in rows]
-        if len(pools) == 2 and _go_together(*pools):
-            keys, values = map(self._seen, pools)
-            token = self._write_kv(rows[0], rows[1], slots.array, keys, values, self._order(pools))
-            self._has_updated(pools, token)
-            return
-        for pool, new in zip(pools, rows, strict=True):
-            heads, block_size, dim = pool.block_shape
-            at, inside = slots.slots[:, None] // block_size, slots.slots[:, None] % block_size
-            places = (at * heads + np.arange(heads)) * block_size + inside
-            ids = mx.array(np.where(slots.slots[:, None] < 0, -1, places).astype(np.int32).reshape(-1))
-            by_slot = self._seen(pool).reshape(-1, dim)
-            token = self._put_blocks(new.reshape(-1, dim), ids, by_slot, self._order([pool]))
-            self._has_updated([pool], token)
-
-    def _quantize(
-        self, pools: tuple[Pool, Pool, Pool], rows: mx.array, slots: Slots, bits: int, group_size: int
-    ) -> None:
-        if rows.ndim != 3:
-            rows = rows.reshape(1, -1, rows.shape[-1])
-        packed, scales, biases = map(self._by_block, pools)
-        pool = QuantizedPool(packed, scales, biases, bits, group_size)
-        self._has_updated(pools, self._write_quantized(rows, slots.array, pool, self._order(pools)))
-
-    def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
-        for pool in pools:
-            token = move_blocks(self._put_blocks, self._by_block(pool), sources, targets, self._order([pool]))
-            self._has_updated([pool], token)
-
-    def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
-        token = self._put_blocks(contents, block_ids, self._by_block(pool), self._order([pool]))
-        self._has_updated([pool], token)
-
-    def _order(self, pools: Sequence[Pool]) -> mx.array:
-        tokens = {id(token): token for pool in pools if (token := self._written.get(pool.key, self._past)) is not None}
-        first, *others = tokens.values() if tokens else [nothing_if(None)]
-        for token in others:
-            first = self._join(first, token)
-        return first
-
-    def _has_read(self, results: Sequence[mx.array]) -> None:
-        for result in results:
-            self._reads = self._join(nothing_if(self._reads), result)
-
-    def _commit(self, outputs: Sequence[mx.array]) -> None:
-        unread = {id(token): token for key, token in self._written.items() if key not in self._read}
-        token = self._past if self._reads is None else self._reads
-        for other in unread.values():
-            token = self._join(nothing_if(token), other)
-        self._past, self._reads = token, None
-        self._written.clear()
-        mx.async_eval(*outputs, *([] if token is None else [token]))  # type: ignore[no-untyped-call]
-
-
-def _go_together(keys: Pool, values: Pool) -> bool:
-    """Whether one launch of `write_kv` takes both."""
-    is_alike = keys.block_shape[:2] == values.block_shape[:2] and keys.dtype == values.dtype
-    return is_alike and keys.block_shape[2] % VEC == 0 and values.block_shape[2] % VEC == 0
-
-
-class _Join:
-    """A token that is there when another one and some array are: a launch that computes nothing."""
-
-    def __init__(self, metal_kernel: MetalKernel) -> None:
-        self._metal_kernel = metal_kernel
-        self._by_dtype: dict[str, Any] = {}
-
-    def __call__(self, token: mx.array, result: mx.array) -> mx.array:
-        tag = dtype_tag(result.dtype)
-        if tag not in self._by_dtype:
-            self._by_dtype[tag] = self._metal_kernel(
-                name=f"cidery_join_{tag}",
-                input_names=["before", "result"],
-                output_names=["token"],
-                source="token[thread_position_in_grid.x] = 0;",
-                ensure_row_contiguous=False,
-            )
-        joined: mx.array
-        (joined,) = self._by_dtype[tag](
-            inputs=[token, result],
-            output_shapes=[(1,)],
-            output_dtypes=[mx.int32],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-        )
-        return joined

@@ -8,10 +8,12 @@ import numpy as np
 from worker.metal import prefill, rope, state_kernels, twins
 from worker.metal.decode_checks import check_decode, check_latent, check_verify_window
 from worker.metal.factory import MetalKernel
+from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.paged_prefill import PagedPrefill
-from worker.metal.pool_writer import InPlaceWriter, PoolWriter, ScatterWriter, Slots
+from worker.metal.pool_writer import PoolWriter, Slots
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
 from worker.metal.quantized import QuantizedPool, WriteQuantized, write_twin, zero_pool
+from worker.metal.scatter_writer import ScatterWriter
 from worker.metal.self_test import AttentionNeeds, Family, Needs, RopeNeeds
 from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks
 

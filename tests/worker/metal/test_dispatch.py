@@ -11,7 +11,8 @@ from worker.metal import twins
 from worker.metal.decode_checks import LatentNeeds
 from worker.metal.decode_source import HEADER, merge_source, partials_source
 from worker.metal.dispatch import assemble, choose_kernels
-from worker.metal.pool_writer import InPlaceWriter, ScatterWriter
+from worker.metal.in_place_writer import InPlaceWriter
+from worker.metal.scatter_writer import ScatterWriter
 from worker.metal.self_test import AttentionNeeds
 from worker.metal.self_test_cases import FAMILIES
 from worker.metal.write_kv import WRITE_SOURCE

@@ -10,8 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.msl_host.host import MslHost
 from tests.msl_host.in_place import IN_PLACE
 from tests.msl_host.require import require_toolchain
-from worker.metal.pool_writer import InPlaceWriter, PoolOrderError, ScatterWriter, Slots
+from worker.metal.in_place_writer import InPlaceWriter
+from worker.metal.pool_writer import PoolOrderError, Slots
 from worker.metal.quantized import QuantizedPool
+from worker.metal.scatter_writer import ScatterWriter
 from worker.metal.write_kv import PutBlocks, tie
 
 _BLOCKS = 5

@@ -10,7 +10,8 @@ from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from worker.metal import self_test, self_test_cases
 from worker.metal.dispatch import assemble
-from worker.metal.pool_writer import InPlaceWriter, ScatterWriter
+from worker.metal.in_place_writer import InPlaceWriter
+from worker.metal.scatter_writer import ScatterWriter
 from worker.metal.self_test import AttentionNeeds, Family, ResultMemory, RopeNeeds, run
 from worker.metal.self_test_cases import FAMILIES
 
