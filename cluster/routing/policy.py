@@ -59,7 +59,7 @@ class PredictedSeconds:
             if base > limit_s and num_matched[slot] <= num_held[slot]:
                 continue
             total_s = base
-            if standings[slot].wait_s:
+            if standings[slot].turns:
                 total_s += beside_s(standings[slot], num_held[slot], num_matched[slot], num_tokens, num_output)
             totals.append((total_s, slot))
             limit_s = min(limit_s, max(total_s * (1 + TIE), total_s + TIE_S))

@@ -45,6 +45,9 @@ class LiveRequest:
     seq_id: int = 0
     # What the worker would like to guess beside its next row.
     num_wanted_drafts: int = 0
+    # Prompt tokens that the Mac had planned when it came; and with its own on top, by which prompts go first.
+    came_at: int = 0
+    turn: int = 0
     # The newest plan that has a row of it.
     last_step_id: int = 0
     num_cached_tokens: int = 0
