@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.kv.hashing import BlockHash
 from cluster.routing.index import Match
 from cluster.routing.policy import TIE, TIE_S, View
-from cluster.routing.predict import Terms, terms_of, turn_s
+from cluster.routing.predict import Terms, terms_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,8 @@ class Trace:
 
     @property
     def backlog_s(self) -> float:
-        """How soon the request would have its turn where that is soonest. O(Macs)."""
-        view = self.view
-        return min(turn_s(view.standings[slot], view.num_tokens - view.num_matched[slot]) for slot in view.open_slots)
+        """How long the Mac that has least to do takes for it. O(Macs)."""
+        return min(self.view.standings[slot].wait_s for slot in self.view.open_slots)
 
     def explain(self, request_id: str) -> Explanation:
         """O(Macs)."""

@@ -207,15 +207,9 @@ def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
     return (num_tokens - num_matched) * (standing.token_s + standing.context_s * (num_matched + num_tokens) / 2)
 
 
-def turn_s(standing: Standing, num_new_tokens: int) -> float:
-    """From now until a prompt with so many tokens to compute has its turn. O(log prompts under way)."""
-    num_before = bisect_right(standing.turns, num_new_tokens)
-    return max(standing.start_s, standing.done_s[num_before - 1]) if num_before else standing.start_s
-
-
 def first_token_s(standing: Standing, num_matched: int, num_tokens: int) -> float:
     """From now to the first token, if nothing is computed for it by others."""
-    return turn_s(standing, num_tokens - num_matched) + prefill_s(standing, num_matched, num_tokens)
+    return _turn_s(standing, num_tokens - num_matched) + prefill_s(standing, num_matched, num_tokens)
 
 
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
@@ -265,13 +259,17 @@ class _Ahead(NamedTuple):
     slowed_s: float
 
 
+def _turn_s(standing: Standing, num_new_tokens: int) -> float:
+    """From now until a prompt with so many tokens to compute has its turn. O(log prompts under way)."""
+    num_before = bisect_right(standing.turns, num_new_tokens)
+    return max(standing.start_s, standing.done_s[num_before - 1]) if num_before else standing.start_s
+
+
 def _ahead(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> _Ahead:
     if not standing.turns:
         return _NOBODY_AHEAD
     num_before = bisect_right(standing.turns, num_tokens - num_matched)
-    wait_s, shared_s = standing.start_s, 0.0
-    if num_before:
-        wait_s = max(wait_s, standing.done_s[num_before - 1])
+    wait_s, shared_s = _turn_s(standing, num_tokens - num_matched), 0.0
     if num_matched > num_held:
         # It is computed by one of those under way, whichever.
         shared_s = min(standing.wait_s, prefill_s(standing, num_held, num_matched))

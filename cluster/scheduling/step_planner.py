@@ -171,15 +171,14 @@ class StepPlanner:
                 num_passed_over += 1
                 continue
             computed = self._look_up(live)
-            live.turn = live.came_at + len(live.token_ids) - computed.num_tokens
-            if before is not None and turns(live) >= turns(before):
-                num_passed_over += 1
-                continue
-            if not self._chunk_of(len(live.token_ids) - computed.num_tokens, budget, step):
-                num_passed_over += 1
-                continue
             # Whoever has to run its rows in any case gains nothing by waiting.
             if not live.runs_all and self._waits_for_sibling(live, computed, running):
+                num_passed_over += 1
+                continue
+            num_new = len(live.token_ids) - computed.num_tokens
+            live.turn = live.came_at + num_new
+            has_turn = before is None or turns(live) < turns(before)
+            if not has_turn or not self._chunk_of(num_new, budget, step):
                 num_passed_over += 1
                 continue
             if not running and not self._kv.can_allocate(computed, len(live.token_ids)):
