@@ -24,6 +24,7 @@ class Booking:
         "is_prediction",
         "num_ahead_tokens",
         "num_done_tokens",
+        "num_held_tokens",
         "num_predicted_tokens",
         "num_tokens",
         "pending",
@@ -48,6 +49,7 @@ class Booking:
         booked_at_s: float = 0.0,
         predicted_s: float = 0.0,
         factor: float = 1.0,
+        num_held_tokens: int | None = None,
         num_ahead_tokens: int = 0,
         stop_depth: int = 0,
     ) -> None:
@@ -55,6 +57,8 @@ class Booking:
         self.slot = slot
         self.block_hashes = block_hashes
         self.num_tokens = num_tokens
+        # What is there already; prompts under way may compute more of it first.
+        self.num_held_tokens = num_predicted_tokens if num_held_tokens is None else num_held_tokens
         self.num_predicted_tokens = num_predicted_tokens
         self.num_done_tokens = num_predicted_tokens
         self.expires_at_s = expires_at_s
@@ -107,7 +111,7 @@ class LoadBook:
         self._prefilling[booking.slot][booking.request_id] = booking
         self._num_booked[booking.slot] += 1
         booking.serial = self._num_booked[booking.slot]
-        booking.turn = self._num_prefilled[booking.slot] + booking.num_tokens - booking.num_done_tokens
+        booking.turn = self._num_prefilled[booking.slot] + booking.num_tokens - booking.num_held_tokens
         if booking.block_hashes:
             booking.pending = self.pending.add(booking.slot, booking.block_hashes)
         self._count(booking, 1)

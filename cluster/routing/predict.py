@@ -268,8 +268,9 @@ def _turn_s(standing: Standing, num_new_tokens: int) -> float:
 def _ahead(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> _Ahead:
     if not standing.turns:
         return _NOBODY_AHEAD
-    num_before = bisect_right(standing.turns, num_tokens - num_matched)
-    wait_s, shared_s = _turn_s(standing, num_tokens - num_matched), 0.0
+    # What others compute for it counts as its own there, or it would overtake them.
+    num_before = bisect_right(standing.turns, num_tokens - num_held)
+    wait_s, shared_s = _turn_s(standing, num_tokens - num_held), 0.0
     if num_matched > num_held:
         # It is computed by one of those under way, whichever.
         shared_s = min(standing.wait_s, prefill_s(standing, num_held, num_matched))

@@ -75,7 +75,7 @@ def assumed_costs(prefill_tokens_per_s: float) -> StepCosts:
     token_s = 1.0 / prefill_tokens_per_s
     return StepCosts(
         step_s=16.0 * token_s,
-        token_s=token_s * (1.0 - 16.0 / 512.0),
+        token_s=token_s,
         context_s=token_s / 32_768.0,
         row_s=token_s,
         row_context_s=token_s / 2_048.0,

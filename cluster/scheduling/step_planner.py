@@ -52,7 +52,7 @@ class StepPlanner:
     def _turns(self) -> Callable[[LiveRequest], tuple[int, int]]:
         """A sort key: the higher priority first, then who will have waited least beside its own length."""
         priority_of = priorities_among(self._roster.running)
-        return lambda live: (-priority_of(live), live.turn)
+        return lambda live: (-priority_of(live), live.turn or 0)
 
     def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
@@ -171,14 +171,14 @@ class StepPlanner:
                 num_passed_over += 1
                 continue
             computed = self._look_up(live)
+            if live.turn is None:
+                live.turn = live.came_at + len(live.token_ids) - computed.num_tokens
             # Whoever has to run its rows in any case gains nothing by waiting.
             if not live.runs_all and self._waits_for_sibling(live, computed, running):
                 num_passed_over += 1
                 continue
-            num_new = len(live.token_ids) - computed.num_tokens
-            live.turn = live.came_at + num_new
             has_turn = before is None or turns(live) < turns(before)
-            if not has_turn or not self._chunk_of(num_new, budget, step):
+            if not has_turn or not self._chunk_of(len(live.token_ids) - computed.num_tokens, budget, step):
                 num_passed_over += 1
                 continue
             if not running and not self._kv.can_allocate(computed, len(live.token_ids)):
