@@ -28,8 +28,10 @@ from cluster.routing.speed import StepCosts
 # comes later waits busy / (1 - busy) seconds for each second of it, as in a queue.
 _BUSY_S = 86.6
 _MOST_BUSY = 0.85
-# What a new prompt finds planned when it comes: the step that runs, half of it on average, and the next one.
-_PLANNED_STEPS = 2.0
+# What a new prompt finds planned when it comes: the step that runs, half of it on average, and the next one. Others'
+# chunks fill up its own last step, half of it on average.
+_PLANNED_STEPS = 1.5
+_SHARED_STEPS = 0.5
 
 
 class Standing(NamedTuple):
@@ -159,7 +161,7 @@ def standing_of(
     # Steps that are planned already come first.
     if num_prefilling:
         mixed_step_s = chunk * (wait_s - seat_s) / num_prefill_tokens
-        start_s = max(start_s, min(wait_s, _PLANNED_STEPS * mixed_step_s))
+        start_s = max(start_s, min(wait_s, (_PLANNED_STEPS + _SHARED_STEPS) * mixed_step_s))
     elif num_decoding:
         start_s = max(start_s, _PLANNED_STEPS * (row_s - costs.row_s))
     return Standing(

@@ -217,7 +217,7 @@ class TestBatching:
         rig.add(request_of("d", (1, 2), 1))
         rig.add(request_of("e", (3, 4), 1))
         rig.apply()
-        assert rows(rig.schedule()) == [(10, 1, True), (0, 2, True), (0, 2, True), (6, 4, True)]
+        assert rows(rig.schedule()) == [(10, 1, True), (6, 4, True), (0, 4, False), (0, 2, True)]
         rig.drain()
 
     def test_a_short_prompt_overtakes_long_ones(self):

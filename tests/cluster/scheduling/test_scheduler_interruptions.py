@@ -234,6 +234,7 @@ class TestPreemption:
         # A token a step, so that the other gets one too.
         rig.add(request_of("a", (97, *range(15)), 2, reading=Reading(0)))
         rig.add(request_of("b", (98, *range(15)), 2))
+        rig.step()
         for _ in range(12):
             assert len(rig.schedule().slices) == 4
             rig.apply()
