@@ -80,9 +80,7 @@ class Booking:
 
 
 class LoadBook:
-    """Bookings by request; totals by slot, in lists that a decision reads as they are.
-
-    """
+    """Bookings by request; totals by slot, in lists that a decision reads as they are."""
 
     def __init__(self) -> None:
         self.pending = PendingChains()

@@ -110,6 +110,7 @@ class MacBounds:
         """Of one prompt in one step."""
         return min(self.max_chunk_tokens, self.max_num_batched_tokens)
 
+
 class Prompt(NamedTuple):
     """One that is being prefilled: its turn, the tokens that are left, and their work.
 

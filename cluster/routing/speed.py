@@ -4,9 +4,9 @@ One law for all of them: a step of P prefill tokens at a mean context of X besid
 
     seconds = max(step, token * P + context * P * X) + row * D + row_context * C
 
-(weights are read while tokens are computed, whichever takes longer) is fitted by a Kalman filter on relative errors, so that short and long steps count alike. The first few observations
-only scale the assumed line (their median ratio: one stalled step must not make a Mac look dead); after that one counts
-at most as three times the usual error.
+(weights are read while tokens are computed, whichever takes longer) is fitted by a Kalman filter on relative errors, so
+that short and long steps count alike. The first few observations only scale the assumed law (their median ratio: one
+stalled step must not make a Mac look dead); after that one counts at most as three times the usual error.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Which rows run in the next step, and whose memory they take: decodes, then prefills, then newcomers.
+"""Which rows run in the next step, and whose memory they take: decodes, then prompts in their turns.
+
+A prompt's turn is what the Mac had prefilled when it came plus what it has to compute itself, in tokens: so short ones
+overtake long ones, but only until those have let as many tokens pass as they have themselves.
 
 Whose turn it is among those that wait is the queue's to say. Whoever lacks blocks takes them from the lowest priority,
 the latest admitted first. So the first of the highest priority always gets what it needs, and all end. One that higher
@@ -116,8 +119,10 @@ class StepPlanner:
         return num_tokens
 
     def _chunk_of(self, num_left: int, budget: int, step: StepBuilder) -> int:
-        """Tokens of a prompt in this step. Prompts that end in it may fill it; the others make up for one chunk at most,
-        or the first tokens of those and the rows that decode would have to wait for them.
+        """Tokens of a prompt in this step.
+
+        Prompts that end in it may fill it. The others make up for one chunk at most, or the first tokens of those and
+        the rows that decode would have to wait for them.
         """
         chunk = self._config.max_chunk_tokens
         if num_left <= min(budget, chunk):

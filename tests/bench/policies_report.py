@@ -23,8 +23,9 @@ def table(rows: Sequence[Row], width: int = 170) -> str:
     shown = Table()
     for name in ("workload", "fleet", "model", "policy"):
         shown.add_column(name, no_wrap=True)
-    for name in ("runs", "load", "hit rate", "off by", "TTFT mean", "(seeds)", "p50", "p90", "e2e mean", "(seeds)", "rejected"):
-        shown.add_column(name, justify="right")
+    figures = "runs load hit-rate off-by TTFT-mean (seeds) p50 p90 e2e-mean (seeds) rejected"
+    for name in figures.split():
+        shown.add_column(name.replace("-", " "), justify="right")
     for key, by_policy in _cases(rows).items():
         shown.add_section()
         for policy, runs in by_policy.items():
