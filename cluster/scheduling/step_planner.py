@@ -167,6 +167,7 @@ class StepPlanner:
         reserved_bytes = sum(block_bytes + self._owed_bytes(live) for live in self._roster.running)
         running, num_passed_over = self._roster.running, 0
         turns = self._turns()
+        passed_tenant: str | None = None
         for live in self._roster.waiting.candidates(now_s):
             if budget <= 0 or len(running) >= self._config.max_num_seqs or num_passed_over > _MAX_PASSED_OVER:
                 return budget
@@ -183,7 +184,11 @@ class StepPlanner:
                 num_passed_over += 1
                 continue
             has_turn = before is None or turns(live) < turns(before)
-            if not has_turn or not self._chunk_of(len(live.token_ids) - computed.num_tokens, budget, step):
+            if not self._chunk_of(len(live.token_ids) - computed.num_tokens, budget, step):
+                has_turn = False
+            if not has_turn or passed_tenant not in (None, live.tenant):
+                # Whose turn it is among tenants is the queue's to say, however short their prompts are.
+                passed_tenant = live.tenant if passed_tenant is None else passed_tenant
                 num_passed_over += 1
                 continue
             if not running and not self._kv.can_allocate(computed, len(live.token_ids)):

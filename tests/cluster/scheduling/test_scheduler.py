@@ -244,6 +244,16 @@ class TestBatching:
         finished = list(rig.finished)
         assert finished.index("long") == 3, "the fourth short one would end after 40 tokens"
 
+    def test_a_short_prompt_does_not_pass_those_of_tenants_that_are_next(self):
+        for tenant, expected in (("x", [(8, 8, False)]), ("y", [(0, 4, True), (8, 4, False)])):
+            rig = Rig(num_blocks=60, max_num_batched_tokens=8, max_chunk_tokens=8)
+            rig.add(replace(request_of("running", tuple(range(40)), 1), tenant="x"))
+            rig.schedule()
+            rig.add(replace(request_of("long", tuple(range(100, 160)), 1), tenant="y"))
+            rig.add(replace(request_of("short", (1, 2, 3, 4), 1), tenant=tenant))
+            assert rows(rig.schedule()) == expected
+            rig.drain()
+
     def test_priority_goes_before_length(self):
         rig = Rig(num_blocks=60, max_num_batched_tokens=8, max_chunk_tokens=8)
         rig.add(replace(request_of("urgent", tuple(range(30)), 1), priority=1))
