@@ -230,7 +230,7 @@ class ModelFleet:
                 else 0.0,
                 factor=member.correction.factor,
                 num_held_tokens=view.num_held[slot],
-                num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_num_batched_tokens + self.block_size,
+                num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_chunk_tokens + self.block_size,
                 stop_depth=parting(trace.match, slot) if self._keeps_ends else 0,
             )
         )
