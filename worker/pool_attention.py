@@ -96,10 +96,16 @@ def attend_latent(
             outputs.append(output.astype(queries.dtype))
         else:
             outputs.append(odd_attention.latent_decode(part, latents, latent_dim, group, scale))
-    for span in rows.prefills:
-        part = queries[span.first : span.last].transpose(2, 1, 0, 3)
-        output = odd_attention.latent_prefill(part, latents, latent_dim, span, scale)
-        outputs.append(output.transpose(2, 1, 0, 3))
+    if kernels.latent_prefill is not None and rows.prefills and isinstance(latents, mx.array):
+        by_block = latents.reshape(-1, 1, *latents.shape[1:])
+        packed = queries[:, :, 0].astype(latents.dtype)
+        output = kernels.latent_prefill.latent(packed, by_block, latent_dim, rows.prefill_rows, _options(call), after)
+        outputs.append(output.astype(queries.dtype)[:, :, None])
+    else:
+        for span in rows.prefills:
+            part = queries[span.first : span.last].transpose(2, 1, 0, 3)
+            output = odd_attention.latent_prefill(part, latents, latent_dim, span, scale)
+            outputs.append(output.transpose(2, 1, 0, 3))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
@@ -120,19 +126,25 @@ def _prefill_by_kernel(
 ) -> mx.array:
     """All prefill rows: `[rows, heads, 1, head_dim]`, or `[1, heads, rows, head_dim]` in a flat step."""
     assert call.kernels.prefill is not None
-    is_flat, reach = call.batch.is_flat, call.shape.reach
-    options = PrefillOptions(
+    is_flat = call.batch.is_flat
+    packed = queries[0].swapaxes(0, 1) if is_flat else queries[:, :, 0]
+    keys, values = (
+        pool.reshape(-1, call.shape.num_kv_heads, *pool.shape[1:]) if isinstance(pool, mx.array) else pool
+        for pool in (keys, values)
+    )
+    output = call.kernels.prefill(
+        packed.astype(keys.dtype), keys, values, call.rows.prefill_rows, _options(call), after
+    )
+    output = output.astype(queries.dtype)
+    return output.swapaxes(0, 1)[None] if is_flat else output[:, :, None]
+
+
+def _options(call: LayerCall) -> PrefillOptions:
+    reach = call.shape.reach
+    return PrefillOptions(
         call.scale,
         window=reach.size if reach.kind is ReachKind.WINDOW else 0,
         chunk=reach.size if reach.kind is ReachKind.CHUNK else 0,
         softcap=call.extras.soft_cap or 0.0,
         sinks=call.extras.sinks,
     )
-    packed = queries[0].swapaxes(0, 1) if is_flat else queries[:, :, 0]
-    keys, values = (
-        pool.reshape(-1, call.shape.num_kv_heads, *pool.shape[1:]) if isinstance(pool, mx.array) else pool
-        for pool in (keys, values)
-    )
-    output = call.kernels.prefill(packed.astype(keys.dtype), keys, values, call.rows.prefill_rows, options, after)
-    output = output.astype(queries.dtype)
-    return output.swapaxes(0, 1)[None] if is_flat else output[:, :, None]

@@ -40,6 +40,7 @@ class Kernels:
     decode: PagedDecode | None = None
     latent_decode: PagedDecode | None = None
     prefill: Prefill | None = None
+    latent_prefill: Prefill | None = None
     rope: Turn | None = None
     states: StateKernels = field(default_factory=twin_state_kernels)
     takes_ragged_rows: bool = False
@@ -98,18 +99,22 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     decodes = bool(attention) and "paged_decode" in works
     decodes_latents = has_latents and "latent_decode" in works
     prefills = bool(attention) and "paged_prefill" in works
+    prefills_latents = has_latents and "latent_prefill" in works
     shapes = {name: shape for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in needs)}
     updates_states = bool(shapes) and set(works) >= shapes.keys()
     writes = {"write_quantized" if need.bits else "write_kv" for need in attention}
-    reads_seen = decodes and prefills and not has_latents
+    decodes_all = decodes == bool(attention) and decodes_latents == has_latents
+    prefills_all = prefills == bool(attention) and prefills_latents == has_latents
+    reads_seen = decodes_all and prefills_all and (decodes or decodes_latents)
     # Each reader must take the token of the writes: plain MLX attention doesn't.
-    in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen
+    in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen and not has_latents
     states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
     ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
     used = {
         "paged_decode": decodes,
         "latent_decode": decodes_latents,
         "paged_prefill": prefills,
+        "latent_prefill": prefills_latents,
         "rope": ropes,
         **dict.fromkeys(shapes, updates_states),
         "writes in place": in_place,
@@ -120,11 +125,10 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
         decode=PagedDecode(metal_kernel) if decodes else None,
         latent_decode=PagedDecode(metal_kernel) if decodes_latents else None,
         prefill=Prefill(PagedPrefill(metal_kernel)) if prefills else None,
+        latent_prefill=Prefill(PagedPrefill(metal_kernel)) if prefills_latents else None,
         rope=Rope(metal_kernel) if ropes else None,
         states=states,
-        takes_ragged_rows=(decodes or decodes_latents)
-        and decodes == bool(attention)
-        and decodes_latents == has_latents,
+        takes_ragged_rows=decodes_all and (decodes or decodes_latents),
         reads_seen_slots_alone=reads_seen,
         updates_states_in_place=updates_states,
         make_writer=(lambda: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
@@ -142,7 +146,7 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
         decode_beyond = _beyond(attention, lambda need: PagedDecode.supports(need.head_dim, need.value_dim))
         prefill_beyond = _beyond(
             attention,
-            lambda need: need.head_dim == need.value_dim and prefill.supports(need.head_dim, need.dtype),
+            lambda need: prefill.supports(need.head_dim, need.value_dim, need.dtype),
         )
         for name, beyond in (("paged_decode", decode_beyond), ("paged_prefill", prefill_beyond)):
             if beyond is None:
@@ -153,14 +157,14 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
             wanted += ["write_kv", "put_blocks", "in_place"]
             wanted += ["write_quantized"] if any(need.bits for need in attention) else []
     latents = [need for need in needs if isinstance(need, LatentNeeds)]
-    if any(need.bits for need in latents):
-        reasons["latent_decode"] = "latents are quantised"
-    elif latents:
-        beyond_latent = [n for n in latents if not PagedDecode.supports(n.latent_dim + n.rope_dim, n.latent_dim)]
-        if beyond_latent:
-            reasons["latent_decode"] = f"{beyond_latent[0]} is beyond what it supports"
-        else:
-            wanted.append("latent_decode")
+    for name, takes in _LATENT_KERNELS.items():
+        beyond_latent = next((need for need in latents if not takes(need)), None)
+        if any(need.bits for need in latents):
+            reasons[name] = "latents are quantised"
+        elif beyond_latent is not None:
+            reasons[name] = f"{beyond_latent} is beyond what it supports"
+        elif latents:
+            wanted.append(name)
     if any(isinstance(need, RopeNeeds) for need in needs):
         wanted.append("rope")
     states = [need for need in needs if isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape))]
@@ -169,6 +173,17 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
     else:
         wanted += [name for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in states)]
     return [family for family in FAMILIES if family.name in wanted], reasons
+
+
+def _prefills_latent(need: LatentNeeds) -> bool:
+    return prefill.supports(need.latent_dim + need.rope_dim, need.latent_dim, need.dtype, is_latent=True)
+
+
+# Kernels over latents, and what they take.
+_LATENT_KERNELS: dict[str, Callable[[LatentNeeds], bool]] = {
+    "latent_decode": lambda need: PagedDecode.supports(need.latent_dim + need.rope_dim, need.latent_dim),
+    "latent_prefill": _prefills_latent,
+}
 
 
 def _beyond(needs: Sequence[AttentionNeeds], supports: Callable[[AttentionNeeds], bool]) -> AttentionNeeds | None:

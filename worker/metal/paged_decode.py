@@ -13,9 +13,10 @@ import mlx.core as mx
 
 from worker.batch import DecodeGroup
 from worker.metal.decode_plan import Cut, DecodePlan, plan_decode
-from worker.metal.decode_source import HEADER, merge_source, partials_source, pool_names
+from worker.metal.decode_source import HEADER, merge_source, partials_source
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.kv_pools import KVPool, arrays_of, slot_bytes_of
+from worker.metal.slot_source import pool_names
 
 _LANES = 32
 # Output elements that a lane holds for its query heads; with K and V of a tile that stays near 100 registers.

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from worker.metal import prefill, rope, state_kernels, twins
-from worker.metal.decode_checks import check_decode, check_latent, check_verify_window
+from worker.metal.decode_checks import LatentNeeds, check_decode, check_latent, check_verify_window
 from worker.metal.factory import MetalKernel
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.paged_prefill import PagedPrefill
@@ -83,7 +83,7 @@ def check_put(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     return None if mx.array_equal(pool, expected).item() else "it differs from its twin"
 
 
-def _prefill_rows(need: AttentionNeeds) -> PrefillRows:
+def _prefill_rows(need: AttentionNeeds | LatentNeeds) -> PrefillRows:
     limits = np.cumsum([0, *(count for count, _ in _PREFILLS)]).tolist()
     ids = np.random.RandomState(0).permutation(np.arange(1, _NUM_BLOCKS)).tolist()
     tables = [[ids.pop() for _ in range(-(-length // need.block_size))] for _, length in _PREFILLS]
@@ -121,6 +121,19 @@ def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None
     queries = _normal(4, rows.num_rows, need.num_heads, need.head_dim, dtype=need.dtype)
     ours = PagedPrefill(metal_kernel)(queries, pools[0], pools[1], rows, options)
     return _differs(ours, prefill.twin(queries, pools[0], pools[1], rows, options), need.dtype)
+
+
+def check_latent_prefill(metal_kernel: MetalKernel, needs: Needs) -> str | None:
+    """The same for latents."""
+    for need in dict.fromkeys(need for need in needs if isinstance(need, LatentNeeds)):
+        rows, width = _prefill_rows(need), need.latent_dim + need.rope_dim
+        pool = _unowned_nan(_normal(1, _NUM_BLOCKS, 1, need.block_size, width, dtype=need.dtype), rows)
+        queries = _normal(4, rows.num_rows, need.num_heads, width, dtype=need.dtype)
+        arguments = queries, pool, need.latent_dim, rows, PrefillOptions(width**-0.5)
+        failure = _differs(PagedPrefill(metal_kernel).latent(*arguments), prefill.latent_twin(*arguments), need.dtype)
+        if failure is not None:
+            return f"{failure} for {need}"
+    return None
 
 
 def check_quantized(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
@@ -179,9 +192,10 @@ def check_in_place(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | Non
 def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> list[mx.array]:
     """What each step's reads gave."""
     size, options = need.block_size, PrefillOptions(need.head_dim**-0.5)
-    shape = (need.num_kv_heads, size, need.head_dim)
+    shapes = {side: (need.num_kv_heads, size, dim) for side, dim in (("k", need.head_dim), ("v", need.value_dim))}
     layers = [
-        [writer.create(f"{side}{layer}", 8, shape, need.dtype) for side in "kv"] for layer in range(_CHAIN_LAYERS)
+        [writer.create(f"{side}{layer}", 8, shape, need.dtype) for side, shape in shapes.items()]
+        for layer in range(_CHAIN_LAYERS)
     ]
     hidden = _normal(7, 2 * size, need.num_heads, need.head_dim, dtype=need.dtype)
     results = []
@@ -195,18 +209,25 @@ def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> li
                 writer.move(pools, table[:2], [table[1], table[0]])
             noise = _normal(100 + step * _CHAIN_LAYERS + layer, *hidden.shape, dtype=need.dtype)
             new = (hidden * 0.5 + noise)[:, : need.num_kv_heads]
-            writer.write(pools, [new, -new], slots)
+            writer.write(pools, [new, -_as_wide(new, need.value_dim)], slots)
             # A kernel takes the token, plain MLX ties its index to it.
             attend = prefill.twin if layer % 2 else kernel
-            hidden = writer.read(
+            attended = writer.read(
                 pools,
                 # Called before the loop goes on.
                 lambda keys, values, after: attend(hidden, keys, values, rows, options, after),  # noqa: B023
             )
+            hidden = _as_wide(attended, need.head_dim)
         writer.commit(hidden)
         results.append(hidden)
     mx.eval(results)
     return results
+
+
+def _as_wide(rows: mx.array, width: int) -> mx.array:
+    """Rows cut to a width, or repeated up to it."""
+    times = -(-width // rows.shape[-1])
+    return rows if rows.shape[-1] == width else mx.concatenate([rows] * times, axis=-1)[..., :width]
 
 
 WRITE_KV = Family("write_kv", _attention(check_write))
@@ -221,6 +242,7 @@ FAMILIES = (
     Family("put_blocks", _attention(check_put)),
     Family("write_quantized", _attention(check_quantized)),
     Family("paged_prefill", _attention(check_prefill)),
+    Family("latent_prefill", check_latent_prefill),
     Family("rope", check_rope),
     IN_PLACE,
     *(Family(name, check) for name, check in state_kernels.CHECKS.items()),

@@ -12,9 +12,11 @@ from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.prefill_data import Case, as_float64, make, quantize, reference
-from worker.metal.paged_prefill import PagedPrefill, tile_shape
-from worker.metal.prefill import Prefill, goes_by_gather, twin
+from worker.metal import prefill
+from worker.metal.paged_prefill import PagedPrefill, shape_for
+from worker.metal.prefill import Prefill, goes_by_gather, latent_twin, latents_go_by_gather, twin
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
+from worker.metal.wide_prefill import WideShape
 
 _SEEDS = (0, 20261)
 _F32, _F16, _BF16 = mx.float32, mx.float16, mx.bfloat16
@@ -37,6 +39,17 @@ _CASES = [
     Case(_F32, 256, 16, 1, 1, ((3, 20),), {"softcap": 3.0}),
     Case(_BF16, 512, 16, 1, 2, ((9, 20), (1, 17))),
     Case(_F32, 512, 32, 1, 1, ((10, 19),), {"window": 5}),
+    Case(_F16, 192, 16, 2, 2, ((9, 41), (1, 1), (20, 36)), {"window": 21}, has_sinks=True, value_dim=128),
+    Case(_BF16, 192, 32, 1, 4, ((13, 70), (16, 16)), value_dim=128, skipped_rows=2),
+    Case(_F32, 96, 16, 2, 3, ((5, 19), (3, 34)), {"softcap": 2.0}, value_dim=64),
+    Case(_F32, 16, 16, 1, 5, ((7, 30),), {"chunk": 12}, value_dim=8),
+    Case(_F32, 20, 16, 1, 2, ((40, 41), (2, 17)), value_dim=36),
+    Case(_F16, 256, 16, 1, 8, ((4, 50), (1, 1), (33, 34)), {"chunk": 24}),
+    Case(_F16, 576, 16, 1, 16, ((3, 45), (1, 1), (2, 16)), value_dim=512, is_latent=True),
+    Case(_BF16, 576, 32, 1, 5, ((7, 33), (16, 16)), value_dim=512, is_latent=True, skipped_rows=1),
+    Case(_F32, 576, 16, 1, 3, ((4, 21),), value_dim=512, is_latent=True),
+    Case(_F32, 40, 16, 1, 4, ((12, 30), (1, 9)), value_dim=32, is_latent=True),
+    Case(_F16, 288, 16, 1, 10, ((5, 20),), value_dim=256, is_latent=True),
 ]
 # Type, head_dim, block size, bits, group.
 _QUANTIZED = [(_F16, 64, 16, 8, 32), (_BF16, 128, 32, 4, 64), (_F32, 96, 16, 4, 32), (_F16, 256, 16, 8, 64)]
@@ -48,12 +61,15 @@ def _compiled():
     host = MslHost()
     with host.compiling_ahead():
         for case in _CASES:
-            _run(host, make(case))
+            _run(host, make(case), case.is_latent)
         for case in _QUANTIZED:
             _run(host, _quantized(*case)[0])
 
 
-def _run(host, data) -> mx.array:
+def _run(host, data, is_latent=False) -> mx.array:
+    if is_latent:
+        value_dim = data.values.shape[-1]
+        return PagedPrefill(host).latent(data.queries, data.keys, value_dim, data.rows, data.options)
     return PagedPrefill(host)(data.queries, data.keys, data.values, data.rows, data.options)
 
 
@@ -65,13 +81,16 @@ def _error(ours: mx.array, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_kernel_is_attention_over_what_each_query_sees(case):
     data = make(case)
-    assert _error(_run(MslHost(seeds=_SEEDS), data), reference(data)) < _TOLERANCE[case.dtype]
+    assert _error(_run(MslHost(seeds=_SEEDS), data, case.is_latent), reference(data)) < _TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_twin_is_attention_over_what_each_query_sees(case):
     data = make(case)
-    ours = twin(data.queries, data.keys, data.values, data.rows, data.options)
+    if case.is_latent:
+        ours = latent_twin(data.queries, data.keys, case.value_dim, data.rows, data.options)
+    else:
+        ours = twin(data.queries, data.keys, data.values, data.rows, data.options)
     assert _error(ours, reference(data)) < _TOLERANCE[case.dtype]
 
 
@@ -147,40 +166,62 @@ def _read(record, name: str) -> int:
     return record.buffers[name].bytes_read
 
 
-def test_counts_of_a_tile():
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "dtype"),
+    [(128, 128, _F16), (256, 256, _F16), (256, 256, _BF16), (512, 512, _F16), (192, 128, _BF16), (512, 512, _F32)],
+)
+def test_counts_of_a_tile(head_dim, value_dim, dtype):
     """Two barriers a tile of keys, and threadgroup memory within 16 KiB."""
     host = MslHost()
-    _run(host, make(Case(_F16, 128, 16, 1, 4, ((8, 256),))))
+    _run(host, make(Case(dtype, head_dim, 16, 1, 4, ((4, 160),), value_dim=value_dim)))
     record = host.records[-1]
     assert record.threadgroups == 1
-    assert record.threadgroup_barriers <= 2 * 256 / tile_shape(128, _F16).keys
+    assert record.threadgroup_barriers == 2 * 160 / shape_for(head_dim, value_dim, dtype).keys
     assert record.threadgroup_memory <= 16 * 1024
-    for pool in ("key_pool", "value_pool"):
-        assert _read(record, pool) == record.buffers[pool].unique_bytes_read == 256 * 128 * 2, "once for all 4 heads"
+    for pool, width in (("key_pool", head_dim), ("value_pool", value_dim)):
+        read = record.buffers[pool]
+        assert read.bytes_read == read.unique_bytes_read == 160 * width * dtype.size, "once for all 4 heads"
+
+
+def test_a_latent_is_read_once_for_keys_and_values_of_all_heads_of_a_tile():
+    host = MslHost()
+    _run(host, make(Case(_F16, 576, 16, 1, 16, ((1, 96),), value_dim=512, is_latent=True)), is_latent=True)
+    (record,) = host.records
+    read = record.buffers["key_pool"]
+    assert read.bytes_read == read.unique_bytes_read == 96 * 576 * 2
+    assert record.threadgroup_barriers == 2 * 96 / shape_for(576, 512, _F16, is_latent=True).keys
+    assert record.threadgroup_memory <= 16 * 1024
 
 
 @pytest.mark.parametrize("dtype", [_F32, _F16, _BF16], ids=str)
 def test_every_tile_fits(dtype):
-    for head_dim in range(8, 513, 8):
-        try:
-            tile = tile_shape(head_dim, dtype)
-        except ValueError:
-            assert head_dim > 128
-            continue
-        staged = (1 if tile.one_buffer else 2) * tile.keys * (head_dim * dtype.size + 16)
-        exchanged = tile.simdgroups * 8 * tile.keys * 4 if tile.parts > 1 else 0
-        assert staged + exchanged <= (20 if head_dim > 384 else 16) * 1024
-        assert head_dim // tile.parts <= 128
-        assert tile.rows * tile.parts == 8 * tile.simdgroups
-    with pytest.raises(ValueError, match="head_dim 520"):
-        tile_shape(520, dtype)
+    for head_dim in range(4, 641, 4):
+        for value_dim, is_latent in ((head_dim, False), (head_dim // 8 * 4, False), (max(head_dim - 64, 4), True)):
+            if not 0 < value_dim <= 512:
+                continue
+            tile = shape_for(head_dim, value_dim, dtype, is_latent=is_latent)
+            if isinstance(tile, WideShape):
+                assert tile.threadgroup_bytes(dtype.size) <= 16 * 1024
+                assert tile.softmax_lanes * tile.rows <= 32 * tile.simdgroups
+                assert tile.keys % (8 * tile.simdgroups // tile.parts) == 0
+            else:
+                assert 2 * tile.keys * (head_dim * dtype.size + 16) <= 16 * 1024
+            assert tile.simdgroups <= 8
+    for widths in ((644, 512), (520, 520), (30, 32), (32, 30), (0, 4)):
+        with pytest.raises(ValueError, match="multiples of 4"):
+            shape_for(*widths, dtype)
 
 
 def test_long_chunks_are_gathered_and_the_others_go_by_tiles():
-    options = PrefillOptions(0.125)
+    plain = PrefillOptions(0.125)
 
-    def goes(num_queries, context_len, shared_heads=8, head_dim=128, options=options, is_quantized=False):
-        return goes_by_gather(num_queries, context_len, shared_heads, head_dim, options, is_quantized=is_quantized)
+    def goes(num_queries, context_len, shared_heads=8, head_dim=128, options=plain, value_dim=0, is_quantized=False):
+        queries = mx.zeros((num_queries, shared_heads, head_dim), _F16)
+        pools = [mx.zeros((1, 1, 16, width), _F16) for width in (head_dim, value_dim or head_dim)]
+        pools = [quantize(pool, 8, 64) for pool in pools] if is_quantized else pools
+        rows = PrefillRows([0, num_queries], [context_len], [[0]])
+        (by_gather,) = goes_by_gather(queries, *pools, rows, options)
+        return by_gather
 
     assert goes(512, 8192)
     assert goes(128, 128)
@@ -189,6 +230,7 @@ def test_long_chunks_are_gathered_and_the_others_go_by_tiles():
     assert not goes(8, 8192)
     assert not goes(512, 8192, head_dim=112)
     assert not goes(512, 8192, head_dim=256)
+    assert not goes(512, 8192, value_dim=64)
     assert not goes(512, 8192, is_quantized=True)
     assert not goes(512, 8192, options=PrefillOptions(0.125, softcap=50.0))
     assert not goes(512, 8192, options=PrefillOptions(0.125, window=4096))
@@ -196,6 +238,20 @@ def test_long_chunks_are_gathered_and_the_others_go_by_tiles():
     assert goes(512, 8192, options=PrefillOptions(0.125, chunk=8192))
     assert not goes(512, 8193, options=PrefillOptions(0.125, chunk=8192))
     assert goes(512, 8192, options=PrefillOptions(0.125, sinks=mx.zeros(8)))
+
+
+def test_latents_of_long_chunks_are_gathered_in_tiles_of_queries(monkeypatch):
+    """Each way by itself and both in one step, with one result."""
+    case = Case(_F32, 40, 16, 1, 32, ((33, 40), (2, 30), (32, 32)), value_dim=32, is_latent=True, skipped_rows=1)
+    data = make(case)
+    assert latents_go_by_gather(32, data.rows, data.options) == [True, False, True]
+    expected = reference(data)
+    for max_scores in (1 << 25, 1000 * 32):
+        monkeypatch.setattr(prefill, "_MAX_SCORES", max_scores)
+        host = MslHost()
+        ours = Prefill(PagedPrefill(host)).latent(data.queries, data.keys, 32, data.rows, data.options)
+        assert _error(ours, expected) < _TOLERANCE[_F32]
+        assert len(host.records) == 1
 
 
 def test_sequences_that_go_both_ways_come_out_in_order():
