@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from worker.metal import prefill, self_test, state_kernels
 from worker.metal.decode_checks import LatentNeeds
+from worker.metal.decode_plan import verify_window_is_on
 from worker.metal.factory import MetalKernel
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.paged_decode import PagedDecode
@@ -33,7 +34,9 @@ class Kernels:
 
     `takes_ragged_rows`: all attention layers decode rows of any context lengths in one launch, without padding or
     masks. `reads_seen_slots_alone`: no attention touches a slot that its row does not see, whatever that may hold.
-    `updates_states_in_place`: all recurrent layers run on `states`. `failed` are kernels that the self-test turned off.
+    `updates_states_in_place`: all recurrent layers run on `states`. `shares_verify_loads`: rows of a sequence that
+    verify its guesses share each load of K and V, where that is of use (`may_share_loads`). `failed` are kernels that
+    the self-test turned off.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Kernels:
     takes_ragged_rows: bool = False
     reads_seen_slots_alone: bool = False
     updates_states_in_place: bool = False
+    shares_verify_loads: bool = False
     make_writer: Callable[[], PoolWriter] = ScatterWriter
     # Tokens of the blocks that they were tested for; 0: any.
     block_size: int = 0
@@ -109,6 +113,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     # Each reader must take the token of the writes: plain MLX attention doesn't.
     in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen and not has_latents
     states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
+    shares_verify_loads = decodes and "verify_window" in works and verify_window_is_on()
     ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
     used = {
         "paged_decode": decodes,
@@ -117,6 +122,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
         "latent_prefill": prefills_latents,
         "rope": ropes,
         **dict.fromkeys(shapes, updates_states),
+        "verify_window": shares_verify_loads,
         "writes in place": in_place,
     }
     names = [name for name, is_used in used.items() if is_used]
@@ -131,6 +137,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
         takes_ragged_rows=decodes_all and (decodes or decodes_latents),
         reads_seen_slots_alone=reads_seen,
         updates_states_in_place=updates_states,
+        shares_verify_loads=shares_verify_loads,
         make_writer=(lambda: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
         block_size=next((need.block_size for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))), 0),
         failed=tuple(failed),
@@ -156,6 +163,8 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
         if not reasons:
             wanted += ["write_kv", "put_blocks", "in_place"]
             wanted += ["write_quantized"] if any(need.bits for need in attention) else []
+        if "paged_decode" in wanted and verify_window_is_on():
+            wanted.append("verify_window")
     latents = [need for need in needs if isinstance(need, LatentNeeds)]
     for name, takes in _LATENT_KERNELS.items():
         beyond_latent = next((need for need in latents if not takes(need)), None)

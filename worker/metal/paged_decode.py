@@ -141,7 +141,13 @@ class PagedDecode:
         key = num_kv_heads, num_heads, value_dim, token_bytes
         if key not in group.plans:
             cut = cut_for(num_heads // num_kv_heads, value_dim, token_bytes)
-            group.plans[key] = plan_decode(group.block_tables, group.seen_ranges, num_kv_heads, cut=cut)
+            group.plans[key] = plan_decode(
+                group.block_tables,
+                group.seen_ranges,
+                num_kv_heads,
+                rows_per_sequence=group.rows_per_sequence,
+                cut=cut,
+            )
         return group.plans[key]
 
     def attend(
