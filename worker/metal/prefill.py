@@ -200,14 +200,16 @@ def _attend(queries: mx.array, keys: mx.array, values: mx.array, context_len: in
         mask = _mask(num_queries, num_keys, context_len, options)
     _, num_heads, _, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
-    by_kv_head = queries.reshape(num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
-    scores = (by_kv_head @ keys[0][:, None].swapaxes(-1, -2)).astype(mx.float32) * options.scale
+    # In float32: in bfloat16 the scores alone would be off by more than all that a kernel rounds.
+    dtype, keys, values = queries.dtype, keys.astype(mx.float32), values.astype(mx.float32)
+    by_kv_head = queries.astype(mx.float32).reshape(num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
+    scores = (by_kv_head @ keys[0][:, None].swapaxes(-1, -2)) * options.scale
     scores = mx.where(mask, options.softcap * mx.tanh(scores / options.softcap), -mx.inf)
     if options.sinks is not None:
         sinks = options.sinks.astype(mx.float32).reshape(num_kv_heads, -1, 1, 1)
         scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
-    weights = mx.softmax(scores, axis=-1)[..., :num_keys].astype(queries.dtype)
-    return (weights @ values[0][:, None]).reshape(1, num_heads, num_queries, values.shape[-1])
+    weights = mx.softmax(scores, axis=-1)[..., :num_keys]
+    return (weights @ values[0][:, None]).reshape(1, num_heads, num_queries, values.shape[-1]).astype(dtype)
 
 
 def _mask(num_queries: int, num_keys: int, context_len: int, options: PrefillOptions) -> mx.array:

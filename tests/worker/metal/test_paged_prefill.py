@@ -12,9 +12,10 @@ from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.prefill_data import Case, as_float64, make, quantize, reference
+from worker import odd_attention
 from worker.metal import prefill
 from worker.metal.paged_prefill import PagedPrefill, shape_for
-from worker.metal.prefill import Prefill, goes_by_gather, latent_twin, latents_go_by_gather, twin
+from worker.metal.prefill import Prefill, goes_by_gather, latents_go_by_gather
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
 from worker.metal.wide_prefill import WideShape
 
@@ -87,10 +88,7 @@ def test_kernel_is_attention_over_what_each_query_sees(case):
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_twin_is_attention_over_what_each_query_sees(case):
     data = make(case)
-    if case.is_latent:
-        ours = latent_twin(data.queries, data.keys, case.value_dim, data.rows, data.options)
-    else:
-        ours = twin(data.queries, data.keys, data.values, data.rows, data.options)
+    ours = _twin(data, case.is_latent)
     assert _error(ours, reference(data)) < _TOLERANCE[case.dtype]
 
 
@@ -98,14 +96,29 @@ _SEQUENCE = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda pair: (
 _REACH = st.one_of(st.just({}), *(st.fixed_dictionaries({name: st.integers(1, 70)}) for name in ("window", "chunk")))
 
 
-@settings(max_examples=40, deadline=None)
+# The kernel of narrow heads, that of wide ones and of uneven widths, and that of latents: width, values.
+_KERNELS = [(16, 0, False), (16, 8, False), (40, 32, True)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "is_latent"), _KERNELS)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(_SEQUENCE, min_size=1, max_size=3), _REACH, st.integers(1, 2), st.integers(1, 9), st.integers(0, 2))
-def test_any_lengths_and_reaches(sequences, reach, num_kv_heads, shared_heads, skipped_rows):
+def test_any_lengths_and_reaches(
+    head_dim, value_dim, is_latent, sequences, reach, num_kv_heads, shared_heads, skipped_rows
+):
     """Of one variant: all of these are arguments of the launch."""
-    data = make(Case(_F32, 16, 16, num_kv_heads, shared_heads, tuple(sequences), reach, skipped_rows=skipped_rows))
+    case = Case(_F32, head_dim, 16, num_kv_heads, shared_heads, tuple(sequences), reach, False, skipped_rows)
+    data = make(replace(case, num_kv_heads=1 if is_latent else num_kv_heads, value_dim=value_dim, is_latent=is_latent))
     expected = reference(data)
-    assert _error(_run(MslHost(), data), expected) < _TOLERANCE[_F32]
-    assert _error(Prefill()(data.queries, data.keys, data.values, data.rows, data.options), expected) < _TOLERANCE[_F32]
+    assert _error(_run(MslHost(), data, is_latent), expected) < _TOLERANCE[_F32]
+    assert _error(_twin(data, is_latent), expected) < _TOLERANCE[_F32]
+
+
+def _twin(data, is_latent) -> mx.array:
+    """By way of what layers call."""
+    if is_latent:
+        return Prefill().latent(data.queries, data.keys, data.values.shape[-1], data.rows, data.options)
+    return Prefill()(data.queries, data.keys, data.values, data.rows, data.options)
 
 
 def _quantized(dtype, head_dim, block_size, bits, group_size):
@@ -135,17 +148,38 @@ def test_queries_may_be_strided():
     assert mx.array_equal(ours, _run(MslHost(), data))
 
 
-def test_blocks_of_a_pool_beyond_32_bits():
-    """2^32 elements in each pool: block 2^21 begins at element 2^31. No other block is there to be read."""
-    data = make(Case(_F16, 64, 16, 1, 4, ((9, 30),)))
-    first = 1 << 21
+@pytest.mark.parametrize(("head_dim", "value_dim", "is_latent"), [(64, 0, False), (256, 0, False), (576, 512, True)])
+def test_blocks_of_a_pool_beyond_32_bits(head_dim, value_dim, is_latent):
+    """More than 2^32 elements in each pool, blocks beyond element 2^31. No other block is there to be read."""
+    data = make(Case(_F16, head_dim, 16, 1, 4, ((9, 30),), value_dim=value_dim, is_latent=is_latent))
+    first = (1 << 31) // (16 * head_dim) + 1
     far = PrefillRows([0, 9], [30], [[first, first + 1]])
     pools = []
     for pool in (data.keys, data.values):
         blocks = {first + index: pool[int(block)] for index, block in enumerate(data.rows.table(0)[:2])}
-        pools.append(SparsePool((1 << 22, *pool.shape[1:]), _F16, blocks))
-    ours = PagedPrefill(MslHost())(data.queries, *pools, far, data.options)
-    assert mx.array_equal(ours, _run(MslHost(), data))
+        pools.append(SparsePool((2 * first, *pool.shape[1:]), _F16, blocks))
+    ours = _run(MslHost(), replace(data, keys=pools[0], values=pools[1], rows=far), is_latent)
+    assert mx.array_equal(ours, _run(MslHost(), data, is_latent))
+
+
+def test_a_soft_cap_in_bfloat16_is_nearer_to_float64_than_that_of_mlx_lm():
+    """Whose formula rounds scores twice, and weights once; plain MLX here does as mlx-lm does, to the bit."""
+    data = make(Case(_BF16, 256, 16, 2, 2, ((8, 96),), {"softcap": 50.0}))
+    data = replace(data, queries=data.queries * 8)
+    expected = reference(data)
+    table = mx.array(data.rows.table(0)[:6])
+    keys, values = (pool[table].swapaxes(0, 1).reshape(1, 2, 96, 256) for pool in (data.keys, data.values))
+    queries, mask = data.queries.swapaxes(0, 1)[None], mx.arange(96) <= mx.arange(88, 96)[:, None]
+    scores = (queries * data.options.scale).reshape(1, 2, 2, 8, 256) @ keys[:, :, None].swapaxes(-1, -2)
+    scores = mx.tanh(scores / 50.0) * 50.0
+    scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+    theirs = (mx.softmax(scores, precise=True, axis=-1) @ values[:, :, None]).reshape(queries.shape)
+    plain = odd_attention._capped(queries, keys, values, data.options.scale, mask, 50.0)
+    assert mx.array_equal(plain, theirs)
+    rounding = _error(mx.array(expected.astype(np.float32)).astype(_BF16), expected)
+    assert _error(_run(MslHost(), data), expected) < 2 * rounding
+    assert _error(_twin(data, False), expected) < 2 * rounding
+    assert _error(theirs[0].swapaxes(0, 1), expected) > 4 * rounding
 
 
 def test_tiles_that_no_query_sees_are_not_read():
