@@ -111,7 +111,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     prefills_all = prefills == bool(attention) and prefills_latents == has_latents
     reads_seen = decodes_all and prefills_all and (decodes or decodes_latents)
     # Each reader must take the token of the writes: plain MLX attention doesn't.
-    in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen and not has_latents
+    in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen
     states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
     shares_verify_loads = decodes and "verify_window" in works and verify_window_is_on()
     ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
@@ -160,9 +160,8 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
                 wanted.append(name)
             else:
                 reasons[name] = f"{beyond} is beyond what it supports"
-        if not reasons:
-            wanted += ["write_kv", "put_blocks", "in_place"]
-            wanted += ["write_quantized"] if any(need.bits for need in attention) else []
+        wanted += ["write_kv"] if not reasons else []
+        wanted += ["write_quantized"] if not reasons and any(need.bits for need in attention) else []
         if "paged_decode" in wanted and verify_window_is_on():
             wanted.append("verify_window")
     latents = [need for need in needs if isinstance(need, LatentNeeds)]
@@ -174,6 +173,8 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
             reasons[name] = f"{beyond_latent} is beyond what it supports"
         elif latents:
             wanted.append(name)
+    # Pools are written in place only if kernels read all of them.
+    wanted += ["put_blocks", "in_place"] if wanted and not reasons else []
     if any(isinstance(need, RopeNeeds) for need in needs):
         wanted.append("rope")
     states = [need for need in needs if isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape))]

@@ -86,17 +86,18 @@ def test_each_kernel_gives_way_by_itself(broken, name):
 @pytest.mark.parametrize(
     ("broken", "name", "takes_ragged_rows"),
     [
-        (set(), "metal latent_decode, latent_prefill", True),
+        (set(), "metal latent_decode, latent_prefill, writes in place", True),
+        ({"in_place"}, "metal latent_decode, latent_prefill", True),
         ({"latent_prefill"}, "metal latent_decode", True),
         ({"latent_decode"}, "metal latent_prefill", False),
     ],
 )
-def test_latents_are_read_by_kernels_and_written_by_scatter(broken, name, takes_ragged_rows):
+def test_latents_are_written_in_place_where_kernels_read_them(broken, name, takes_ragged_rows):
     latents = [LatentNeeds(4, 64, 32, mx.float32)]
     kernels = assemble(FakeMetal(), latents, _ALL - broken)
     assert (kernels.name, kernels.takes_ragged_rows) == (name, takes_ragged_rows)
-    assert kernels.reads_seen_slots_alone == (not broken)
-    assert isinstance(kernels.make_writer(), ScatterWriter)
+    assert kernels.reads_seen_slots_alone == (broken <= {"in_place"})
+    assert type(kernels.make_writer()) is (ScatterWriter if broken else InPlaceWriter)
     both = assemble(FakeMetal(), [*latents, *_NEEDS], _ALL - broken)
     alone = set(name.removeprefix("metal ").split(", "))
     assert set(both.name.removeprefix("metal ").split(", ")) == alone | {"paged_decode", "paged_prefill"}
