@@ -44,7 +44,7 @@ def test_engine_on_the_harness_gives_the_tokens_of_plain_mlx(kind):
         assert any(kernel.startswith(f"{name}_f32") for kernel in ran), f"{name} is not among {ran}"
 
 
-@pytest.mark.parametrize("kind", ["window", "latent", "uneven widths", "delta net", "mamba-2"])
+@pytest.mark.parametrize("kind", ["window", "latent", "uneven widths", "delta net", "delta net and latents", "mamba-2"])
 def test_kernels_take_every_path_of_the_engine_as_mlx_lm_would(kind):
     """Groups that share pools, cached prefixes, states kept on the way and copied, preemptions, under the scheduler."""
     case, changes, _, _ = KINDS[kind]
@@ -74,7 +74,7 @@ def _guessing(kind: str, host: MslHost) -> tuple[list[list[int]], list[list[list
     return [answer.tokens for answer in added], [answer.logprobs for answer in added], expected
 
 
-@pytest.mark.parametrize("kind", ["latent", "delta net", "mamba-2", "uneven widths"])
+@pytest.mark.parametrize("kind", ["latent", "delta net", "delta net and latents", "mamba-2", "uneven widths"])
 def test_guessed_tokens_over_kernels_change_no_answer(kind):
     """Right and wrong ones; a step with guesses takes states out of their slots, the next finds them there again."""
     tokens, _, expected = _guessing(kind, MslHost())
