@@ -99,14 +99,14 @@ def attend_latent(
     verified = rows.verify_groups(shares_loads=False) if call.batch.num_verified else []
     for group in [*rows.decode_groups, *verified]:
         part = queries if queries.shape[0] == group.last - group.first else queries[group.first : group.last]
-        if kernels.latent_decode is not None and isinstance(latents, mx.array):
+        if kernels.latent_decode is not None:
             part = part.astype(latents.dtype)
             output = kernels.latent_decode.decode_latent(part, latents, latent_dim, group, scale, after=after)
             outputs.append(output.astype(queries.dtype))
         else:
             outputs.append(odd_attention.latent_decode(part, latents, latent_dim, group, scale))
-    if kernels.latent_prefill is not None and rows.chunks and isinstance(latents, mx.array):
-        by_block = latents.reshape(-1, 1, *latents.shape[1:])
+    if kernels.latent_prefill is not None and rows.chunks:
+        by_block = latents.reshape(-1, 1, *latents.shape[1:]) if isinstance(latents, mx.array) else latents
         packed = queries[:, :, 0].astype(latents.dtype)
         output = kernels.latent_prefill.latent(packed, by_block, latent_dim, rows.prefill_rows, _options(call), after)
         outputs.append(output.astype(queries.dtype)[:, :, None])

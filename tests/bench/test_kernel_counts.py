@@ -19,6 +19,7 @@ _DECODE = [
     (Decode(4, 1, 128, 512, bits=8), 4, 4),
     (Decode(8, 1, 256, 512, bits=4), 4, 2),
     (Decode(16, 1, 576, 512, latent=512), 4, 8),
+    (Decode(16, 1, 576, 448, latent=512, bits=8), 2, 8),
     (Decode(4, 1, 128, 512, rows=4), 16, 2),
     (Decode(4, 1, 128, 256, batch=3), 6, 4),
 ]

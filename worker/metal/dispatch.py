@@ -107,6 +107,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     shapes = {name: shape for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in needs)}
     updates_states = bool(shapes) and set(works) >= shapes.keys()
     writes = {"write_quantized" if need.bits else "write_kv" for need in attention}
+    writes |= {"write_quantized" for need in needs if isinstance(need, LatentNeeds) and need.bits}
     decodes_all = decodes == bool(attention) and decodes_latents == has_latents
     prefills_all = prefills == bool(attention) and prefills_latents == has_latents
     reads_seen = decodes_all and prefills_all and (decodes or decodes_latents)
@@ -161,20 +162,20 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
             else:
                 reasons[name] = f"{beyond} is beyond what it supports"
         wanted += ["write_kv"] if not reasons else []
-        wanted += ["write_quantized"] if not reasons and any(need.bits for need in attention) else []
         if "paged_decode" in wanted and verify_window_is_on():
             wanted.append("verify_window")
     latents = [need for need in needs if isinstance(need, LatentNeeds)]
     for name, takes in _LATENT_KERNELS.items():
         beyond_latent = next((need for need in latents if not takes(need)), None)
-        if any(need.bits for need in latents):
-            reasons[name] = "latents are quantised"
-        elif beyond_latent is not None:
+        if beyond_latent is not None:
             reasons[name] = f"{beyond_latent} is beyond what it supports"
         elif latents:
             wanted.append(name)
     # Pools are written in place only if kernels read all of them.
-    wanted += ["put_blocks", "in_place"] if wanted and not reasons else []
+    if wanted and not reasons:
+        wanted += ["put_blocks", "in_place"]
+        has_bits = any(need.bits for need in attention) or any(need.bits for need in latents)
+        wanted += ["write_quantized"] if has_bits else []
     if any(isinstance(need, RopeNeeds) for need in needs):
         wanted.append("rope")
     states = [need for need in needs if isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape))]

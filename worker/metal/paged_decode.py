@@ -123,7 +123,7 @@ class PagedDecode:
     def decode_latent(
         self,
         queries: mx.array,
-        latent_pool: mx.array,
+        latent_pool: KVPool,
         value_dim: int,
         group: DecodeGroup,
         scale: float,
@@ -177,7 +177,7 @@ class PagedDecode:
     def attend_latent(
         self,
         queries: mx.array,
-        latent_pool: mx.array,
+        latent_pool: KVPool,
         value_dim: int,
         plan: DecodePlan,
         scale: float,

@@ -59,7 +59,7 @@ class PagedPrefill:
     def latent(
         self,
         queries: mx.array,
-        latent_pool: mx.array,
+        latent_pool: KVPool,
         value_dim: int,
         rows: PrefillRows,
         options: PrefillOptions,
@@ -70,8 +70,9 @@ class PagedPrefill:
         `latent_pool [num_blocks, 1, block_size, value_dim + rope_dim]`, queries `[all rows, num_heads, value_dim +
         rope_dim]`, result `[rows.num_rows, num_heads, value_dim]`. Raises ValueError.
         """
-        if latent_pool.ndim != 4 or latent_pool.shape[1] != 1 or not 0 < value_dim <= latent_pool.shape[3]:
-            raise ValueError(f"latents {latent_pool.shape}, {value_dim} of them values: one KV head of at least these")
+        shape = latent_pool.shape
+        if len(shape) != 4 or shape[1] != 1 or not 0 < value_dim <= shape[3]:
+            raise ValueError(f"latents {shape}, {value_dim} of them values: one KV head of at least these")
         return self._attend(queries, [latent_pool], value_dim, rows, options, after)
 
     def _attend(

@@ -47,7 +47,7 @@ class Prefill:
     def latent(
         self,
         queries: mx.array,
-        latent_pool: mx.array,
+        latent_pool: KVPool,
         value_dim: int,
         rows: PrefillRows,
         options: PrefillOptions,
@@ -57,7 +57,7 @@ class Prefill:
         if self._kernel is None:
             return latent_twin(queries, latent_pool, value_dim, rows, options, after)
         outputs = []
-        for first, last, by_gather in _runs(latents_go_by_gather(queries.shape[1], rows, options)):
+        for first, last, by_gather in _runs(latents_go_by_gather(queries, latent_pool, rows, options)):
             attend = latent_twin if by_gather else self._kernel.latent
             outputs.append(attend(queries, latent_pool, value_dim, rows.part(first, last), options, after))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -85,14 +85,18 @@ def goes_by_gather(
     return _are_long(queries.shape[1] // key_pool.shape[1], rows, options)
 
 
-def latents_go_by_gather(num_heads: int, rows: PrefillRows, options: PrefillOptions) -> list[bool]:
+def latents_go_by_gather(
+    queries: mx.array, latent_pool: KVPool, rows: PrefillRows, options: PrefillOptions
+) -> list[bool]:
     """The same of latents, which all heads share.
 
     MLX has no fused kernel for them, and needs none: a row and key cost 2,200 operations and 8 bytes of scores. Its
     products read latents once for 64 rows, a tile once for 16, which is 72 bytes a row and key: at 15 TFLOPS a cache
     must give 500 GB/s for that. So long chunks are gathered, in tiles of queries whose scores fit (`_MAX_SCORES`).
     """
-    return _are_long(num_heads, rows, options)
+    if isinstance(latent_pool, QuantizedPool):
+        return [False] * len(rows.context_lens)
+    return _are_long(queries.shape[1], rows, options)
 
 
 def _are_long(shared_heads: int, rows: PrefillRows, options: PrefillOptions) -> list[bool]:
@@ -121,7 +125,7 @@ def twin(
 
 def latent_twin(
     queries: mx.array,
-    latent_pool: mx.array,
+    latent_pool: KVPool,
     value_dim: int,
     rows: PrefillRows,
     options: PrefillOptions,

@@ -9,6 +9,7 @@ from worker.metal import prefill, rope, state_kernels, twins
 from worker.metal.decode_checks import LatentNeeds, check_decode, check_latent, check_verify_window
 from worker.metal.factory import MetalKernel
 from worker.metal.in_place_writer import InPlaceWriter
+from worker.metal.kv_pools import KVPool
 from worker.metal.paged_prefill import PagedPrefill
 from worker.metal.pool_writer import PoolWriter, Slots
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
@@ -119,6 +120,15 @@ def _unowned_nan(pool: mx.array, rows: PrefillRows) -> mx.array:
     return mx.where(mx.array(is_owned)[:, None, :, None], pool, mx.array(float("nan"), pool.dtype))
 
 
+def _pool(plain: mx.array, rows: PrefillRows, need: AttentionNeeds | LatentNeeds) -> KVPool:
+    """What the layer keeps, with NaN in all slots of nobody."""
+    if not need.bits:
+        return _unowned_nan(plain, rows)
+    packed, *rest = mx.quantize(plain, group_size=need.group_size, bits=need.bits)
+    scales, biases = (_unowned_nan(part, rows) for part in rest)
+    return QuantizedPool(packed, scales, biases, need.bits, need.group_size)
+
+
 def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     """Ragged sequences in one launch, with all that the layer asks for."""
     rows = _prefill_rows(need)
@@ -129,14 +139,7 @@ def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None
         softcap=need.softcap,
         sinks=_normal(6, need.num_heads, dtype=need.dtype) if need.has_sinks else None,
     )
-    pools: list[mx.array | QuantizedPool] = []
-    for plain in _pools(need):
-        if need.bits:
-            packed, *rest = mx.quantize(plain, group_size=need.group_size, bits=need.bits)
-            scales, biases = (_unowned_nan(part, rows) for part in rest)
-            pools.append(QuantizedPool(packed, scales, biases, need.bits, need.group_size))
-        else:
-            pools.append(_unowned_nan(plain, rows))
+    pools = [_pool(plain, rows, need) for plain in _pools(need)]
     queries = _normal(4, rows.num_rows, need.num_heads, need.head_dim, dtype=need.dtype)
     ours = PagedPrefill(metal_kernel)(queries, pools[0], pools[1], rows, options)
     return _differs(ours, prefill.twin(queries, pools[0], pools[1], rows, options), need.dtype)
@@ -146,7 +149,7 @@ def check_latent_prefill(metal_kernel: MetalKernel, needs: Needs) -> str | None:
     """The same for latents."""
     for need in dict.fromkeys(need for need in needs if isinstance(need, LatentNeeds)):
         rows, width = _prefill_rows(need), need.latent_dim + need.rope_dim
-        pool = _unowned_nan(_normal(1, _NUM_BLOCKS, 1, need.block_size, width, dtype=need.dtype), rows)
+        pool = _pool(_normal(1, _NUM_BLOCKS, 1, need.block_size, width, dtype=need.dtype), rows, need)
         queries = _normal(4, rows.num_rows, need.num_heads, width, dtype=need.dtype)
         arguments = queries, pool, need.latent_dim, rows, PrefillOptions(width**-0.5)
         failure = _differs(PagedPrefill(metal_kernel).latent(*arguments), prefill.latent_twin(*arguments), need.dtype)
@@ -155,13 +158,20 @@ def check_latent_prefill(metal_kernel: MetalKernel, needs: Needs) -> str | None:
     return None
 
 
-def check_quantized(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
+def check_quantized(metal_kernel: MetalKernel, needs: Needs) -> str | None:
     """Scales and biases as MLX has them; a code may differ by one where an element lies between two levels."""
-    if not need.bits:
-        return None
-    slots = mx.array([5, 17, -1, 0, 33], mx.int32)
-    rows = _normal(3, 5, need.num_kv_heads, need.head_dim, dtype=need.dtype)
-    shape = (4, need.num_kv_heads, need.block_size, need.head_dim)
+    for need in dict.fromkeys(need for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds)) and need.bits):
+        for width in dict.fromkeys(_stored(need)[1]):
+            failure = _check_quantized(metal_kernel, need, width)
+            if failure is not None:
+                return f"{failure} for {need}"
+    return None
+
+
+def _check_quantized(metal_kernel: MetalKernel, need: AttentionNeeds | LatentNeeds, width: int) -> str | None:
+    slots, heads = mx.array([5, 17, -1, 0, 33], mx.int32), _stored(need)[0]
+    rows = _normal(3, 5, heads, width, dtype=need.dtype)
+    shape = (4, heads, need.block_size, width)
     ours, twin = (zero_pool(shape, need.dtype, need.bits, need.group_size) for _ in range(2))
     mx.eval(ours.packed, ours.scales, ours.biases)
     mx.eval(WriteQuantized(metal_kernel)(rows, slots, ours))
@@ -270,7 +280,7 @@ FAMILIES = (
     Family("verify_window", _attention(check_verify_window)),
     Family("latent_decode", check_latent),
     Family("put_blocks", check_put),
-    Family("write_quantized", _attention(check_quantized)),
+    Family("write_quantized", check_quantized),
     Family("paged_prefill", _attention(check_prefill)),
     Family("latent_prefill", check_latent_prefill),
     Family("rope", check_rope),

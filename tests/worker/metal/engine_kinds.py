@@ -36,6 +36,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], int | None, set[str]]] = {
     "chunk": ("llama4", {}, None, {"paged_decode", "paged_prefill", "write_kv"}),
     "soft cap": ("gemma2", _FEW, None, {"paged_decode", "paged_prefill", "write_kv"}),
     "latent": ("deepseek_v3", _FEW, None, {"paged_decode_staged_latent", "paged_prefill_wide_latent"}),
+    "latent, 8 bits": (
+        "deepseek_v3",
+        {**_FEW, "kv_lora_rank": 64, "qk_rope_head_dim": 32},
+        8,
+        {"paged_decode_staged_packed_latent", "paged_prefill_wide_latent_quantized", "write_quantized"},
+    ),
     "uneven widths": ("mimo_v2_flash", {}, None, {"paged_decode", "paged_prefill_wide", "write_kv"}),
     "delta net": ("qwen3_next", _DELTA, None, {"gated_delta_step", "gated_delta_chunk", "short_conv", "paged_decode"}),
     "delta net and latents": (

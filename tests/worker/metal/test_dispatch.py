@@ -112,10 +112,6 @@ def test_latents_are_written_in_place_where_kernels_read_them(broken, name, take
             LatentNeeds(4, 1024, 32, mx.float32),
             ("latent_decode: 4 heads over latents of 1024", "latent_prefill: 4 heads over latents of 1024"),
         ),
-        (
-            LatentNeeds(4, 64, 32, mx.float32, bits=8),
-            ("latent_decode: latents are quantised", "latent_prefill: latents are quantised"),
-        ),
     ],
 )
 def test_what_is_beyond_all_kernels_runs_on_plain_mlx(caplog, need, reasons):

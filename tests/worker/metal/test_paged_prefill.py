@@ -274,11 +274,28 @@ def test_long_chunks_are_gathered_and_the_others_go_by_tiles():
     assert goes(512, 8192, options=PrefillOptions(0.125, sinks=mx.zeros(8)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "widths", "bits", "group_size"), [(_BF16, (576, 512), 8, 64), (_F16, (96, 64), 4, 32)]
+)
+def test_quantized_latents_are_read_as_what_they_stand_for(dtype, widths, bits, group_size):
+    head_dim, value_dim = widths
+    data = make(Case(dtype, head_dim, 16, 1, 6, ((5, 29), (1, 1), (3, 16)), value_dim=value_dim, is_latent=True))
+    pool = quantize(data.keys, bits, group_size)
+    plain = pool.dequantize(mx.arange(pool.shape[0]))
+    expected = reference(replace(data, keys=plain, values=plain[..., :value_dim]))
+    data = replace(data, keys=pool)
+    assert _error(_run(MslHost(seeds=_SEEDS), data, is_latent=True), expected) < _TOLERANCE[dtype]
+    assert _error(_twin(data, is_latent=True), expected) < _TOLERANCE[dtype]
+    assert not latents_go_by_gather(
+        mx.zeros((512, 128, head_dim)), pool, PrefillRows([0, 512], [512], [[0]]), data.options
+    )[0]
+
+
 def test_latents_of_long_chunks_are_gathered_in_tiles_of_queries(monkeypatch):
     """Each way by itself and both in one step, with one result."""
     case = Case(_F32, 40, 16, 1, 32, ((33, 40), (2, 30), (32, 32)), value_dim=32, is_latent=True, skipped_rows=1)
     data = make(case)
-    assert latents_go_by_gather(32, data.rows, data.options) == [True, False, True]
+    assert latents_go_by_gather(data.queries, data.keys, data.rows, data.options) == [True, False, True]
     expected = reference(data)
     for max_scores in (1 << 25, 1000 * 32):
         monkeypatch.setattr(prefill, "_MAX_SCORES", max_scores)

@@ -22,6 +22,7 @@ _NEEDS = [
     RopeNeeds(4, 2, 64, mx.float16, 32, is_traditional=False, has_freqs=True),
     AttentionNeeds(3, 1, 48, mx.float16, value_dim=32),
     LatentNeeds(5, 64, 32, mx.float16),
+    LatentNeeds(5, 64, 32, mx.float16, bits=8),
 ]
 _MACHINE = ("M9", "macOS 99", "1.0")
 
