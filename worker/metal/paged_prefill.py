@@ -5,6 +5,7 @@ share that KV head, so a few tokens with many shared heads still fill a tile, an
 them. Two kernels: `tile_prefill` for heads up to 128, `wide_prefill` for all others.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from worker.metal.write_kv import nothing_if
 _LOG2_E = 1.4426950408889634
 
 
+# Every layer of every step asks.
+@functools.cache
 def shape_for(head_dim: int, value_dim: int, dtype: mx.Dtype, *, is_latent: bool = False) -> "TileShape | WideShape":
     """The tile of heads of such widths, of whichever kernel takes them. Raises ValueError for heads that have none."""
     is_narrow = head_dim == value_dim <= tile_prefill.MAX_HEAD_DIM and head_dim % 8 == 0
