@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.batch_index import pool_rows
+from worker.block_runs import BlockRuns, find_runs
 from worker.kv_shapes import FULL_REACH, Reach
 from worker.metal.decode_plan import DecodePlan
 from worker.metal.pool_writer import Slots
@@ -79,6 +80,12 @@ class DecodeGroup:
         if self.num_hidden is not None:
             mask &= slots >= self.num_hidden[:, None]
         return mx.array(mask[:, None, None, :])
+
+    @cached_property
+    def runs(self) -> BlockRuns | None:
+        """Where the blocks of a lone row lie in a row, so that plain attention needs no copy of them."""
+        is_plain = len(self.context_lens) == 1 and self.num_hidden is None
+        return find_runs(self.block_tables[0]) if is_plain else None
 
     def gather_index(self, num_kv_heads: int) -> mx.array:
         """Pool rows of every key of the group, `[rows, num_kv_heads, max_blocks]`."""
