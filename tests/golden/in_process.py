@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -93,12 +93,9 @@ class InProcessMac:
         kv_group_size: int | None = None,
     ) -> None:
         """`answers_to_guess`: prompts with their answers, which are then guessed, wrongly now and then."""
+        kernels = kernels or twin_kernels()
         loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
         loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
-        if kernels is not None:
-            # The harness computes while graphs are built, so it must be given the tokens.
-            loaded = replace(loaded, reads_values=True)
-        kernels = kernels or twin_kernels()
         draft = None
         if draft_model is not None:
             draft = DraftModel(
