@@ -17,6 +17,7 @@ from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.drafts import max_drafts
 from cluster.scheduling.live import LiveRequest, priorities_among
+from cluster.scheduling.pace import StepPace
 from cluster.scheduling.plan import Slice
 from cluster.scheduling.resume_points import points_of, tokens_until_stop
 from cluster.scheduling.roster import Roster
@@ -37,6 +38,7 @@ class StepPlanner:
         self._config = config
         self._roster = roster
         self._waits_for_sibling = partial(waits_for_state if kv.has_states else waits_for_blocks, kv.layout.block_size)
+        self.pace = StepPace(config.target_step_s)
         # Over first admissions.
         self.num_queried_tokens = 0
         self.num_cached_tokens = 0
@@ -45,6 +47,8 @@ class StepPlanner:
         """All rows of one step."""
         prefilling = sorted(self._plan_decodes(step), key=self._turns())
         budget = self._config.max_num_batched_tokens - len(step.slices) - sum(s.max_drafts for s in step.slices)
+        if step.slices:
+            budget = self.pace.max_prefill_tokens(budget)
         if self._roster.waiting and prefilling:
             # Those that go before all who are being prefilled.
             budget = self._admit(budget, step, now_s, before=prefilling[0])
