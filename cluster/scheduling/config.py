@@ -8,8 +8,8 @@ class SchedulerConfig:
     """Raises ValueError naming field, value and allowed range.
 
     One step runs at most `max_num_batched_tokens` tokens: one of each decoding sequence, the rest prefill. Prompts that
-    do not end in it get at most `max_chunk_tokens` of it together, so that neither decoding rows nor the first tokens of
-    short prompts wait for more; several that end may fill it.
+    don't end in it get at most `max_chunk_tokens` of it together, so that neither rows that decode nor the first tokens
+    of short prompts wait for more; several that end may fill it.
     """
 
     # Prompt and generated tokens of one sequence.
