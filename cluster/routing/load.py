@@ -194,15 +194,14 @@ class LoadBook:
 
     def turns(self, slot: int) -> list[Prompt]:
         """The prompts under way there, in the order in which they will be computed. O(n log n) for n of them."""
-        clock = self._num_prefilled[slot]
-        return sorted(
-            Prompt(
-                booking.turn - clock,
-                booking.num_tokens - booking.num_done_tokens,
-                (booking.num_tokens - booking.num_done_tokens) * (booking.num_done_tokens + booking.num_tokens),
+        clock, prompts = self._num_prefilled[slot], []
+        for booking in self._prefilling[slot].values():
+            num_done, num_tokens = booking.num_done_tokens, booking.num_tokens
+            prompts.append(
+                (booking.turn - clock, num_tokens - num_done, (num_tokens - num_done) * (num_done + num_tokens))
             )
-            for booking in self._prefilling[slot].values()
-        )
+        prompts.sort()
+        return prompts
 
     def __len__(self) -> int:
         return len(self._bookings)

@@ -357,7 +357,7 @@ _PLANS_IN_FLIGHT = 2
 _WITH_ENDS = (SlidingWindowSpec, ChunkedLocalSpec, RecurrentStateSpec)
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
-_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, (), (), *(0.0,) * 13, 0, 0, 0, 0, 1)
+_NOBODY = Standing((float("inf"), *(0.0,) * 7, (), ()), *(float("inf"),) * 2, (), (), *(0.0,) * 12, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 

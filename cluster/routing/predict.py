@@ -34,12 +34,17 @@ _PLANNED_STEPS = 1.5
 _SHARED_STEPS = 0.5
 
 
+# One that is being prefilled: its turn, the tokens left, and their work: the sum of tokens times twice their mean
+# context, as an integer; that is what attention over the past costs, in pairs of tokens.
+Prompt = tuple[int, int, int]
+
+
 class Standing(NamedTuple):
     """One Mac as a decision sees it; made anew whenever one of these changes. Terms of the request are left open."""
 
     # What `base_s` reads of every Mac, side by side: start_s, token_s, context_s, 1 + pressure, stall, stall_tokens,
-    # decode_s, decode_context_s.
-    line: tuple[float, float, float, float, float, float, float, float]
+    # decode_s, decode_context_s, turns, done_s.
+    line: tuple[float, float, float, float, float, float, float, float, Sequence[int], Sequence[float]]
     # Until all prompts booked there are computed, and until the next one may begin.
     wait_s: float
     start_s: float
@@ -50,18 +55,17 @@ class Standing(NamedTuple):
     # Seconds of a prefill token, rows that decode beside it included; and for each token of its context.
     token_s: float
     context_s: float
-    # A step that has prefill, and one that only decodes.
+    # A step that has prefill; weighted, how much longer it takes than one that only decodes.
     mixed_step_s: float
-    decode_step_s: float
+    slower_s: float
     # Weighted: each second of prefill counts so often for those who come later.
     pressure: float
     # Weighted seconds that each second of prefill holds up rows that decode, and their tokens still to come.
     stall: float
     stall_tokens: float
-    # Weighted seconds of an answer's token, and of it for each token of the prompt; the weight itself.
+    # Weighted seconds of an answer's token, and of it for each token of the prompt.
     decode_s: float
     decode_context_s: float
-    decode_weight: float
     sibling_weight: float
     # Seconds of one more row, and of it for each token of its context.
     row_s: float
@@ -111,18 +115,6 @@ class MacBounds:
         return min(self.max_chunk_tokens, self.max_num_batched_tokens)
 
 
-class Prompt(NamedTuple):
-    """One that is being prefilled: its turn, the tokens that are left, and their work.
-
-    Work is the sum of tokens times twice their mean context, as an integer: what attention over the past costs, in
-    pairs of tokens.
-    """
-
-    turn: int
-    num_tokens: int
-    work: int
-
-
 def standing_of(
     costs: StepCosts,
     bounds: MacBounds,
@@ -139,7 +131,7 @@ def standing_of(
 
     `prompts` are in their turns. `recent_work_s` has faded up to now.
     """
-    num_prefilling, num_prefill_tokens = len(prompts), sum(each.num_tokens for each in prompts)
+    num_prefilling, num_prefill_tokens = len(prompts), 0
     # Every step carries the rows that decode beside one chunk of prompts.
     rows_s = costs.row_s * num_decoding + costs.row_context_s * decode_context_tokens
     chunk = bounds.chunk_tokens
@@ -148,9 +140,12 @@ def standing_of(
     row_s = costs.step_s + costs.row_s * (num_others + 1) + costs.row_context_s * decode_context_tokens
     seat_s = _seat_wait_s(bounds, num_others, num_output_tokens * row_s)
     start_s = wait_s = seat_s
-    done_s = []
-    for prompt in prompts:
-        wait_s += token_s * prompt.num_tokens + costs.context_s * prompt.work / 2
+    turns, done_s = [], []
+    pair_s = costs.context_s / 2
+    for turn, num_tokens, work in prompts:
+        num_prefill_tokens += num_tokens
+        wait_s += token_s * num_tokens + pair_s * work
+        turns.append(turn)
         done_s.append(wait_s)
     pressure = _pressure(config, recent_work_s, hot_tokens / bounds.token_capacity)
     stall = config.stall_weight * num_decoding
@@ -166,21 +161,23 @@ def standing_of(
     elif num_decoding:
         start_s = max(start_s, _PLANNED_STEPS * (row_s - costs.row_s))
     return Standing(
-        line=(start_s, token_s, costs.context_s, 1.0 + pressure, stall, stall_tokens, decode_s, decode_context_s),
+        line=(
+            *(start_s, token_s, costs.context_s, 1.0 + pressure),
+            *(stall, stall_tokens, decode_s, decode_context_s, turns, done_s),
+        ),
         wait_s=wait_s,
         start_s=start_s,
-        turns=[prompt.turn for prompt in prompts],
+        turns=turns,
         done_s=done_s,
         token_s=token_s,
         context_s=costs.context_s,
         mixed_step_s=mixed_step_s,
-        decode_step_s=row_s,
+        slower_s=config.decode_weight * max(0.0, mixed_step_s - row_s),
         pressure=pressure,
         stall=stall,
         stall_tokens=stall_tokens,
         decode_s=decode_s,
         decode_context_s=decode_context_s,
-        decode_weight=config.decode_weight,
         sibling_weight=config.sibling_weight,
         row_s=costs.row_s,
         row_context_s=costs.row_context_s,
@@ -217,72 +214,81 @@ def first_token_s(standing: Standing, num_matched: int, num_tokens: int) -> floa
 
 def terms_of(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> Terms:
     """All terms of one Mac; they add up to `base_s` and `beside_s`."""
-    own_s = prefill_s(standing, num_matched, num_tokens)
-    ahead = _ahead(standing, num_held, num_matched, num_tokens, num_output)
-    held_up = min(1.0, standing.stall_tokens / (num_tokens - num_matched)) if num_tokens > num_matched else 0.0
+    own_s, num_new = prefill_s(standing, num_matched, num_tokens), num_tokens - num_matched
+    held_up = min(1.0, standing.stall_tokens / num_new) if num_new else 0.0
+    # What others compute for it counts as its own here, or it would overtake them.
+    num_own = num_tokens - num_held
+    num_overtaken = len(standing.turns) - bisect_right(standing.turns, num_own)
+    shared_s = _shared_s(standing, num_held, num_matched)
+    wait_s = max(_turn_s(standing, num_own), shared_s)
     return Terms(
-        wait_s=standing.start_s + ahead.wait_s,
-        shared_s=ahead.shared_s * standing.sibling_weight,
+        wait_s=wait_s,
+        shared_s=shared_s * standing.sibling_weight,
         prefill_s=own_s,
-        decode_s=num_output * (standing.decode_s + standing.decode_context_s * num_tokens) + ahead.slowed_s,
-        stall_s=own_s * (held_up * standing.stall + ahead.num_overtaken),
+        decode_s=num_output * (standing.decode_s + standing.decode_context_s * num_tokens)
+        + _slowed_s(standing, wait_s, num_output),
+        stall_s=own_s * (held_up * standing.stall + num_overtaken),
         pressure_s=own_s * standing.pressure,
     )
 
 
 def base_s(
-    standings: Sequence[Standing], slots: Sequence[int], num_matched: Sequence[int], num_tokens: int, num_output: float
-) -> list[float]:
-    """The total on each Mac as if no other prompt were being prefilled there: never more, unless it shares one."""
-    return [
-        start_s
-        + (token_s + context_s * (num_tokens - (new := num_tokens - num_matched[slot]) / 2))
-        * (new * factor + stall * (new if new < stall_tokens else stall_tokens))
-        + num_output * (decode_s + decode_context_s * num_tokens)
-        for slot in slots
-        for start_s, token_s, context_s, factor, stall, stall_tokens, decode_s, decode_context_s in (
-            standings[slot].line,
+    standings: Sequence[Standing],
+    slots: Sequence[int],
+    num_held: Sequence[int],
+    num_matched: Sequence[int],
+    num_tokens: int,
+    num_output: float,
+) -> list[tuple[float, int, float]]:
+    """The total on each Mac but for `beside_s`, its slot, and when the prompt has its turn there.
+
+    Never more than the total, unless others compute something for the request. It is what a decision spends its time
+    on, so it is written out.
+    """
+    totals = []
+    for slot in slots:
+        start_s, token_s, context_s, factor, stall, stall_tokens, decode_s, decode_context_s, turns, done_s = standings[
+            slot
+        ].line
+        new = num_tokens - num_matched[slot]
+        if turns:
+            num_before = bisect_right(turns, num_tokens - num_held[slot])
+            factor += len(turns) - num_before
+            if num_before and done_s[num_before - 1] > start_s:
+                start_s = done_s[num_before - 1]
+        total_s = (
+            start_s
+            + (token_s + context_s * (num_tokens - new / 2))
+            * (new * factor + stall * (new if new < stall_tokens else stall_tokens))
+            + num_output * (decode_s + decode_context_s * num_tokens)
         )
-    ]
+        totals.append((total_s, slot, start_s))
+    return totals
 
 
-def beside_s(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> float:
-    """What other prompts under way there add to it; below 0 if they compute something for it."""
-    ahead = _ahead(standing, num_held, num_matched, num_tokens, num_output)
-    overtaken_s = ahead.num_overtaken * prefill_s(standing, num_matched, num_tokens) if ahead.num_overtaken else 0.0
-    return ahead.wait_s - ahead.shared_s * standing.sibling_weight + overtaken_s + ahead.slowed_s
+def beside_s(standing: Standing, turn_s: float, num_held: int, num_matched: int, num_output: float) -> float:
+    """What prompts under way there add by slowing its answer, less what they compute for it; `turn_s` is of `base_s`."""
+    shared_s = _shared_s(standing, num_held, num_matched)
+    wait_s = turn_s if turn_s > shared_s else shared_s
+    return wait_s - turn_s - shared_s * standing.sibling_weight + _slowed_s(standing, wait_s, num_output)
 
 
-class _Ahead(NamedTuple):
-    """More wait than until the next prompt may begin, of which what it shares; who waits for it; slower decoding."""
-
-    wait_s: float
-    shared_s: float
-    num_overtaken: int
-    slowed_s: float
-
-
-def _turn_s(standing: Standing, num_new_tokens: int) -> float:
-    """From now until a prompt with so many tokens to compute has its turn. O(log prompts under way)."""
-    num_before = bisect_right(standing.turns, num_new_tokens)
+def _turn_s(standing: Standing, num_own_tokens: int) -> float:
+    """From now until a prompt that brings so many tokens has its turn. O(log prompts under way)."""
+    num_before = bisect_right(standing.turns, num_own_tokens)
     return max(standing.start_s, standing.done_s[num_before - 1]) if num_before else standing.start_s
 
 
-def _ahead(standing: Standing, num_held: int, num_matched: int, num_tokens: int, num_output: float) -> _Ahead:
-    if not standing.turns:
-        return _NOBODY_AHEAD
-    # What others compute for it counts as its own there, or it would overtake them.
-    num_before = bisect_right(standing.turns, num_tokens - num_held)
-    wait_s, shared_s = _turn_s(standing, num_tokens - num_held), 0.0
-    if num_matched > num_held:
-        # It is computed by one of those under way, whichever.
-        shared_s = min(standing.wait_s, prefill_s(standing, num_held, num_matched))
-        wait_s = max(wait_s, shared_s)
-    # Prompts that are still being prefilled when it decodes.
-    num_slow = min(num_output, max(0.0, standing.wait_s - wait_s) / standing.mixed_step_s)
-    slower_s = max(0.0, standing.mixed_step_s - standing.decode_step_s)
-    num_overtaken = len(standing.turns) - num_before
-    return _Ahead(wait_s - standing.start_s, shared_s, num_overtaken, standing.decode_weight * num_slow * slower_s)
+def _shared_s(standing: Standing, num_held: int, num_matched: int) -> float:
+    """What is computed for it by one of the prompts under way, whichever."""
+    if num_matched <= num_held or not standing.turns:
+        return 0.0
+    return min(standing.wait_s, prefill_s(standing, num_held, num_matched))
 
 
-_NOBODY_AHEAD = _Ahead(0.0, 0.0, 0, 0.0)
+def _slowed_s(standing: Standing, wait_s: float, num_output: float) -> float:
+    """Prompts that are still being prefilled when it decodes: each of their steps is one of its tokens."""
+    left_s = standing.wait_s - wait_s
+    if left_s <= 0.0:
+        return 0.0
+    return standing.slower_s * min(num_output, left_s / standing.mixed_step_s)

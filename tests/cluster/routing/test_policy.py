@@ -33,7 +33,7 @@ def standing(config: RoutingConfig = WEIGHTS, costs: StepCosts = COSTS, **bookin
 
 def prompt(num_tokens: int) -> Prompt:
     """One that has just come, nothing of it cached."""
-    return Prompt(num_tokens, num_tokens, num_tokens**2)
+    return (num_tokens, num_tokens, num_tokens**2)
 
 
 def view(
@@ -73,7 +73,7 @@ class TestTerms:
 
     def test_booked_prefill_is_waited_for_with_its_context(self) -> None:
         """1,000 tokens after 3,000: twice their mean context is 7,000."""
-        busy = standing(prompts=[Prompt(1_000, 1_000, 1_000 * 7_000)])
+        busy = standing(prompts=[(1_000, 1_000, 1_000 * 7_000)])
         assert busy.wait_s == pytest.approx(1_000 * 0.001 + 1e-6 * 1_000 * 3_500)
 
     def test_a_chunk_takes_as_long_as_the_weights_at_least(self) -> None:
@@ -122,7 +122,7 @@ class TestTerms:
 
     def test_who_has_waited_goes_before_a_newcomer_of_its_length(self) -> None:
         """It has 900 tokens left, and there were 400 others since it came."""
-        waited = standing(costs=FLAT, prompts=[Prompt(500, 900, 900**2)])
+        waited = standing(costs=FLAT, prompts=[(500, 900, 900**2)])
         assert terms_of(waited, 0, 0, 600, 0.0).wait_s == pytest.approx(0.9)
         assert terms_of(waited, 0, 0, 400, 0.0).wait_s == pytest.approx(0.5)
 
@@ -215,15 +215,15 @@ class TestPredictedSeconds:
 
     def test_the_terms_add_up_to_what_is_compared(self) -> None:
         busy = standing(
-            prompts=[Prompt(200, 200, 200 * 1_900), Prompt(900, 700, 700 * 1_900)],
+            prompts=[(200, 200, 200 * 1_900), (900, 700, 700 * 1_900)],
             num_decoding=2,
             decode_context_tokens=5_000,
             hot_tokens=4_000,
             recent_work_s=20.0,
         )
         for held, matched, num_tokens in ((0, 0, 500), (0, 480, 500), (64, 64, 3_000), (499, 499, 500), (0, 16, 9_000)):
-            total = base_s([busy], [0], [matched], num_tokens, 80.0)[0]
-            total += beside_s(busy, held, matched, num_tokens, 80.0)
+            ((total, _, turn_s),) = base_s([busy], [0], [held], [matched], num_tokens, 80.0)
+            total += beside_s(busy, turn_s, held, matched, 80.0)
             assert terms_of(busy, held, matched, num_tokens, 80.0).total_s == pytest.approx(total)
 
     def test_closed_macs_are_never_chosen(self) -> None:
