@@ -13,7 +13,8 @@ that have less left than a newcomer go before it, and it goes before the others,
 
 What the request shares with a prompt under way (`shared_s`) is taken off the wait, for elsewhere it would have to
 compute the same tokens: so siblings stay together until the rest of the queue costs more than prefilling again. All but
-the first two terms are weighted: others bear them, or they come after the first token.
+the first two terms are weighted (others bear them, or they come after the first token); only what those wait that it
+overtakes counts in full, for theirs are first tokens too.
 """
 
 from bisect import bisect_right
@@ -267,7 +268,7 @@ def base_s(
 
 
 def beside_s(standing: Standing, turn_s: float, num_held: int, num_matched: int, num_output: float) -> float:
-    """What prompts under way there add by slowing its answer, less what they compute for it; `turn_s` is of `base_s`."""
+    """What prompts under way add by slowing its answer, less what they compute for it; `turn_s` is of `base_s`."""
     shared_s = _shared_s(standing, num_held, num_matched)
     wait_s = turn_s if turn_s > shared_s else shared_s
     return wait_s - turn_s - shared_s * standing.sibling_weight + _slowed_s(standing, wait_s, num_output)
