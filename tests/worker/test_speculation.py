@@ -6,6 +6,7 @@ import random
 import pytest
 
 from protos.cidery.v1 import sampling_pb2
+from worker.draft_memory import Guess
 from worker.drafting import StepCost, paying_depth
 from worker.errors import ProtocolError
 from worker.speculation import Speculation
@@ -85,7 +86,7 @@ class FakeDraft:
         self.token_s = token_s
 
     def propose(self, wanted):
-        return {seq_id: [7] * each.num_drafts for seq_id, each in wanted.items()}
+        return {seq_id: [Guess(7, 1.0)] * each.num_drafts for seq_id, each in wanted.items()}
 
 
 def speculation(**fields) -> Speculation:
