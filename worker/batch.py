@@ -7,10 +7,10 @@ A step of several sequences runs in token rows, `[num_tokens, 1]`: each token is
 step of one sequence is flat, `[1, num_tokens]`, which is mlx-lm's own layout, unless the model takes rows alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -47,6 +47,8 @@ class Span:
     # Digest of its adapter, empty for none.
     adapter: str = ""
     num_drafts: int = 0
+    # Its last token is being drawn by the step before; a number stands in its place until then.
+    is_late: bool = False
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -106,13 +108,22 @@ class Batch:
         self.is_flat = allows_flat and len(self.spans) == 1
         token_ids = [token for span in self.spans for token in span.token_ids]
         self.num_tokens = len(token_ids)
-        self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
+        self._token_ids = mx.array(token_ids, mx.int32)
+        self.tokens = self._token_ids.reshape(*((1, -1) if self.is_flat else (-1, 1)))
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._views: dict[tuple[int, Reach, bool], GroupRows] = {}
         self._state_parts: dict[int, list[tuple[int, int, StateRows]]] = {}
         self.rows = self._whole_rows([span.block_table for span in self.spans])
         self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(self._positions())
         self.sampled_rows = self._sampled_rows()
+
+    def set_last_tokens(self, token_ids: Mapping[int, int]) -> None:
+        """The last tokens of late spans, by place among the packed ones; before the graph is evaluated."""
+        ends = list(accumulate(len(span.token_ids) for span in self.spans))
+        # MLX shares the array's memory with NumPy, and nothing has read it yet.
+        shared = np.array(self._token_ids, copy=False)
+        for place, token_id in token_ids.items():
+            shared[ends[place] - 1] = token_id
 
     @property
     def has_drafts(self) -> bool:
