@@ -53,7 +53,7 @@ def test_shared_rope_rotates_bit_for_bit_like_mlx(dims, freqs, spans):
     freqs = freqs if freqs is None else freqs[: dims // 2]
     batch = Batch([Span([0] * n, start, list(range(1, 20)), samples=False) for start, n in spans], block_size=8)
     step = Step(twin_kernels())
-    shared = cpu_rope.SharedRope(step)
+    shared = cpu_rope.SharedRope()
     shape = (1, 3, batch.num_tokens, 16) if batch.is_flat else (batch.num_tokens, 3, 1, 16)
     x = mx.random.normal(shape)
     given = {"traditional": False, "base": None if freqs is not None else 1e4, "scale": 0.5, "offset": batch.offset}
