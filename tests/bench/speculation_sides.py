@@ -14,8 +14,8 @@ from mlx_lm import load, stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from cluster.config import bundled_model
-from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Speculation
+from protos.cidery.worker.v1 import worker_pb2 as pb
 from tests.bench import speculation_models as models
 from tests.golden.in_process import InProcessMac
 from worker import machine
@@ -95,11 +95,10 @@ class _ClockedMac(InProcessMac):
 
     stamps: list[Stamp]
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = super().execute(plan)
+    def _report(self, result: pb.StepResult) -> None:
+        super()._report(result)
         drawn = Counter(each.seq_id for each in result.sampled)
         self.stamps.append(Stamp.now(drawn, sum(each.num_drafts for each in result.speculated)))
-        return result
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from tests.golden.cases import config_of, make_model
 from tests.worker.families import VOCAB_SIZE
 from worker import models
 from worker.draft import DraftModel, Wanted, check_tokens
+from worker.drafting import Outlook
 from worker.errors import UnsupportedModelError
 from worker.metal.dispatch import twin_kernels
 
@@ -91,6 +92,38 @@ def test_who_was_not_served_for_longest_gives_way_and_comes_again():
     draft.propose({1: Wanted([4], 2)})
     draft.reset()
     assert sorted(draft._memory._free_blocks) == [1, 2, 3]
+
+
+def test_states_have_places_for_few_too():
+    draft = make("mamba2", kv_bytes=1)
+    prompts = {seq_id: [seq_id + 3] * 20 for seq_id in range(3)}
+    for seq_id in (0, 1, 1, 2, 0):
+        assert propose(draft, {seq_id: Wanted(prompts[seq_id], 2)}) == {seq_id: greedy("mamba2", prompts[seq_id], 2)}
+    assert list(propose(draft, {each: Wanted(prompts[each], 2) for each in (1, 2)})) == [1]
+    draft.forget(1)
+    assert sorted(draft._memory._free_slots) == [1, 2]
+
+
+def test_it_stops_where_no_further_guess_pays():
+    draft, prompt = make(), [5, 6, 7]
+    expected = greedy("llama tied", prompt, 5)
+    for least, number in ((0.0, 5), (1.1, 1)):
+        assert propose(draft, {1: Wanted(prompt, 5, outlook=Outlook([1.0] * 4, least))}) == {1: expected[:number]}
+
+
+def test_what_is_looked_up_rightly_costs_one_forward(monkeypatch):
+    draft, prompt = make(), [5, 6, 7]
+    expected = greedy("llama tied", prompt, 6)
+    spans = []
+    forward = draft._forward
+    monkeypatch.setattr(draft, "_forward", lambda asked: spans.append(asked) or forward(asked))
+    assert propose(draft, {1: Wanted(prompt, 6, likely=expected)}) == {1: expected}
+    assert [len(asked[1].token_ids) for asked in spans] == [len(prompt) + 5]
+    spans.clear()
+    # From the first wrong one on, one by one.
+    wrong = [*expected[:3], expected[3] - 1, *expected[4:]]
+    assert propose(draft, {1: Wanted(prompt, 6, likely=wrong)}) == {1: expected}
+    assert [len(asked[1].token_ids) for asked in spans] == [1 + 5, 1, 1]
 
 
 def test_tokens_that_one_of_the_models_does_not_have_are_not_guessed_at():

@@ -179,3 +179,37 @@ class TestDraftModels:
         sequence = begin(guessing, [1, 2, 3, 1, 2, 3], sampling_pb2.SPECULATION_DRAFT, stops=[9])
         assert guessing.num_wanted(sequence, 50) == 6
         assert guess(guessing, sequence, 4, 50) == [7] * 4
+
+    def test_guessing_ends_where_the_model_is_no_longer_sure_enough(self):
+        guessing, tokens = speculation(draft=FakeDraft(1e-3)), [1, 2]
+        guessing.cost.ran(1, 0.01)
+        sequence = begin(guessing, tokens, sampling_pb2.SPECULATION_DRAFT)
+        seen = []
+        guessing._draft.propose = lambda wanted: seen.append(wanted[1]) or {1: [Guess(7, 0.95)]}
+        guess(guessing, sequence, 6, 1)
+        sure, unsure = [Guess(7, 0.95)], [Guess(7, 0.1)]
+        assert all(seen[0].is_worth_another(sure * number) for number in (1, 6))
+        assert not seen[0].is_worth_another(unsure * 2)
+        for place in range(60):
+            # What it is sure of never comes true.
+            guess(guessing, sequence, 6, 1)
+            tokens.append(1000 + place)
+            sequence.drafting.follow(1, 0)
+        guess(guessing, sequence, 6, 1)
+        assert not seen[-1].is_worth_another(sure)
+
+    def test_it_is_asked_to_check_what_look_up_says_as_far_as_that_is_good(self):
+        guessing, tokens, seen = speculation(draft=FakeDraft(1e-3)), [1, 2, 3, 4] * 5, []
+        guessing._draft.propose = lambda wanted: seen.append(wanted[1]) or {}
+        sequence = begin(guessing, tokens, sampling_pb2.SPECULATION_DRAFT)
+        for _ in range(20):
+            tokens.append(tokens[-4])
+            sequence.drafting.follow(0, 0)
+        guess(guessing, sequence, 6, 1)
+        assert seen[-1].likely == (tokens[-4:] * 2)[:5]
+        rng = random.Random(2)
+        for _ in range(400):
+            tokens.append(rng.randrange(40))
+            sequence.drafting.follow(0, 0)
+        guess(guessing, sequence, 6, 1)
+        assert seen[-1].likely == []
