@@ -126,7 +126,8 @@ class Speculation:
         dearer = self._draft_share(num_rows)
         deeper = min(self.max_drafts, paying_depth(drafting.draft_chance, dearer))
         if net_gain(drafting.draft_chance, dearer, deeper) > gain:
-            return Source.DRAFT, deeper
+            # How far it goes is seen guess by guess, from how sure the model is.
+            return Source.DRAFT, self.max_drafts
         return Source.NGRAM, depth
 
 

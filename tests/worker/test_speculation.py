@@ -78,7 +78,7 @@ class Sequence:
 
 
 class FakeDraft:
-    """Guesses sevens."""
+    """Guesses sevens, and is sure of them."""
 
     num_bytes = 5
 
@@ -86,7 +86,13 @@ class FakeDraft:
         self.token_s = token_s
 
     def propose(self, wanted):
-        return {seq_id: [Guess(7, 1.0)] * each.num_drafts for seq_id, each in wanted.items()}
+        return {seq_id: self._guesses(each) for seq_id, each in wanted.items()}
+
+    def _guesses(self, asked) -> list[Guess]:
+        guesses = [Guess(7, 1.0)]
+        while len(guesses) < asked.num_drafts and asked.is_worth_another(guesses):
+            guesses.append(Guess(7, 1.0))
+        return guesses
 
 
 def speculation(**fields) -> Speculation:
@@ -171,14 +177,15 @@ class TestDraftModels:
             tokens.append(1000 + place)
             sequence.drafting.follow(num_drafts, 0)
         assert tries[0] > 1
-        assert 2 < sum(tries) < 40
+        assert 2 < sum(tries) < 80
         assert any(tries[300:])
 
     def test_who_asks_for_it_has_it_always(self):
         guessing = speculation(draft=FakeDraft(1.0))
         sequence = begin(guessing, [1, 2, 3, 1, 2, 3], sampling_pb2.SPECULATION_DRAFT, stops=[9])
         assert guessing.num_wanted(sequence, 50) == 6
-        assert guess(guessing, sequence, 4, 50) == [7] * 4
+        # One at the least, whatever it costs.
+        assert guess(guessing, sequence, 4, 50) == [7]
 
     def test_guessing_ends_where_the_model_is_no_longer_sure_enough(self):
         guessing, tokens = speculation(draft=FakeDraft(1e-3)), [1, 2]
