@@ -65,6 +65,11 @@ class Span:
         """One past the last position: the context length of the last token."""
         return self.start + len(self.token_ids)
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether its rows are guesses for the most part: so few that they attend like decode rows."""
+        return len(self.token_ids) <= 1 + 2 * self.num_drafts
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -85,8 +90,9 @@ class Batch:
     """One step, packed. `order[i]` is the index, among the spans given, of the i-th packed span.
 
     `shared` is a prefix that is worth reading once; who shares it comes first among decodes and among prefills.
-    `decodes_together`: all decode rows form one group without a mask, for a kernel that minds each row's own length.
-    `allows_flat` false: token rows even for a single sequence.
+    `decodes_together`: all decode rows form one group without a mask, for a kernel that minds each row's own length;
+    for the same kernel are the rows of `num_verified` spans with guesses, the first of the prefills. `allows_flat`
+    false: token rows even for a single sequence.
     """
 
     def __init__(
@@ -99,8 +105,10 @@ class Batch:
         decodes = [i for i, span in enumerate(spans) if len(span.token_ids) == 1]
         decodes.sort(key=lambda i: (i not in members, spans[i].start))
         prefills = [i for i, span in enumerate(spans) if len(span.token_ids) > 1]
+        verified = frozenset(i for i in prefills if spans[i].is_verified) if decodes_together else frozenset()
+        self.num_verified = len(verified)
         # Those of one length lie side by side, so that recurrent mixers can take them together.
-        prefills.sort(key=lambda i: (i not in members, len(spans[i].token_ids), spans[i].start > 0))
+        prefills.sort(key=lambda i: (i not in members, i not in verified, len(spans[i].token_ids), spans[i].start > 0))
         self.order = decodes + prefills
         self._skips = [self.shared.num_blocks if self.shared and i in members else 0 for i in self.order]
         self.spans = [spans[i] for i in self.order]
@@ -224,6 +232,7 @@ class Batch:
             shared=shared,
             skips=skips,
             decodes_together=self._decodes_together,
+            num_verified=self.num_verified,
         )
 
     def _positions(self) -> NDArray[np.int32]:

@@ -183,8 +183,9 @@ class Engine:
 
     def _goes_ahead(self, plan: pb.StepPlan) -> bool:
         """Whether a plan's graph can be built before the step that runs has ended."""
-        running = self._running
-        return running is None or not (self._loaded.layout is Layout.DENSE or plan.resizes or running.may_draft)
+        running, loaded = self._running, self._loaded
+        needs_tokens = loaded.layout is Layout.DENSE or loaded.reads_values
+        return running is None or not (needs_tokens or plan.resizes or running.may_draft)
 
     def _build(self, plan: pb.StepPlan) -> RunningStep:
         started_s = time.perf_counter()

@@ -65,6 +65,11 @@ class KVTensors:
         """Bytes of the pools when every block is in use."""
         return self._arrays.pool_bytes()
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some caches are recurrent states."""
+        return bool(self._states)
+
     def is_state_group(self, group: int) -> bool:
         """Whether its blocks are states."""
         return isinstance(self.caches[self.groups[group].caches[0]], StateShape)

@@ -45,7 +45,8 @@ def measure(side: str, model: tuple[str, dict[str, Any]], workload: Workload) ->
         load.step()
     wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
     num_tokens = load.num_tokens - num_before
-    gaps = [later - earlier for stamps in load.times.values() for earlier, later in pairwise(stamps)]
+    pairs = [pair for stamps in load.times.values() for pair in pairwise(stamps)]
+    gaps = [later - earlier for earlier, later in pairs if earlier >= started_s]
     return {
         "tokens_per_s": num_tokens / wall_s,
         "tokens_per_cpu_s": num_tokens / cpu_s,

@@ -4,11 +4,13 @@ import time
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from tests.worker.driver import make_engine
 from tests.worker.families import config_of, make_model
+from worker import inspection
 from worker.engine import Engine
 from worker.errors import ProtocolError
 
@@ -170,3 +172,21 @@ def test_reset_forgets_a_step_that_runs(engine):
     engine.submit(_plans()[0], lambda result: None)
     engine.reset()
     assert not engine.is_running
+
+
+@pytest.mark.parametrize("case", ["dbrx", "mixtral"])
+def test_who_looks_at_numbers_while_its_graph_is_built_gets_them(case):
+    """dbrx asks in Python which experts its tokens go to; the graph of a step must wait for the tokens then."""
+    assert inspection.reads_values(make_model(case)) == (case == "dbrx")
+    plans = _plans()
+    config = config_of(case)
+    expected = _one_by_one(make_engine(make_model(case), config), plans)
+    results = _ahead(make_engine(make_model(case), config), plans)
+    assert _told(results) == _told(expected)
+    assert _logprobs(results) == pytest.approx(_logprobs(expected), abs=1e-5)
+
+
+def test_a_model_whose_source_is_not_there_is_taken_to_look():
+    namespace: dict = {"Module": nn.Module, "__name__": "nowhere.to.be_found"}
+    exec("class Model(Module):\n    pass", namespace)
+    assert inspection.reads_values(namespace["Model"]())
