@@ -7,9 +7,10 @@ One JSON line on stdout, a table on stderr. The model is the bundled one in the 
 `speculation_models`); what guesses for it is the bundled model with noise in its weights. Texts: `copy` asks again for
 a story that stands in the conversation, so that the answer repeats it; `unrelated` draws an answer at temperature 1
 after random tokens. Each side runs in processes of its own, in turns. mlx-lm has no speculation for batches, so it has
-rows for one request only; where one runs at a time, four do so in turn. Measured is decoding: from when the first
-guesses have been verified, so that prompts have run in both models. Wall time is the best of the rounds; so is CPU
-time, which a busy machine disturbs less. Greedy tokens of all modes are compared with mlx-lm's.
+rows for one request only; where one runs at a time, four do so in turn. Measured is decoding: of one request from when
+its first guesses have been verified, so that its prompt has run in both models; of several from when all have a first
+token. Wall time is the best of the rounds; so is CPU time, which a busy machine disturbs less. Greedy tokens of all
+modes are compared with mlx-lm's.
 """
 
 import argparse

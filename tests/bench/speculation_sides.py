@@ -27,7 +27,7 @@ _ANIMALS = ("fox", "dog", "cat", "bird", "bear", "frog", "duck", "cow")
 _ANIMALS += ("horse", "mouse", "owl", "sheep", "rabbit", "turtle", "goat", "pig")
 # Of the matrices' spread: about three of four guesses come true.
 _NOISE = 0.1
-# By then a request has guessed: its first step after the prompt is planned before it can ask for guesses.
+# By then a request that is alone has guessed: its first step after the prompt is planned before it can ask for guesses.
 _FIRST_TOKENS = 3
 _KV_BYTES = 1 << 29
 _PEER_MODES = ("off", "draft")
@@ -50,7 +50,7 @@ class Stamp:
 
 @dataclass(slots=True)
 class _Sums:
-    """Over decode steps: from when the first guesses had been verified, prompts having run in both models."""
+    """Over decode steps: from when all prompts have run, of a request alone in both models."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -64,7 +64,9 @@ class _Sums:
     def add(self, stamps: Sequence[Stamp], num_requests: int, tokens: list[list[int]]) -> None:
         drawn: Counter[Any] = Counter()
         first = 0
-        while len(drawn) < num_requests or min(drawn.values()) < _FIRST_TOKENS:
+        # Of several requests the first would have ended before the last one gets there.
+        num_first = _FIRST_TOKENS if num_requests == 1 else 1
+        while len(drawn) < num_requests or min(drawn.values()) < num_first:
             drawn += stamps[first].drawn
             first += 1
         self.wall_s += stamps[-1].wall_s - stamps[first - 1].wall_s
