@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -23,9 +24,10 @@ def _no_compile():
     mx.enable_compile()
 
 
-def make(case="llama tied", *, kv_bytes=1 << 24, vocab_size=VOCAB_SIZE) -> DraftModel:
+def make(case="llama tied", *, kv_bytes=1 << 24, vocab_size=VOCAB_SIZE, in_place=False) -> DraftModel:
     loaded = models.adapt(make_model(case), config_of(case))
-    return DraftModel(loaded, twin_kernels(), vocab_size=vocab_size, kv_bytes=kv_bytes)
+    kernels = replace(twin_kernels(), updates_states_in_place=in_place)
+    return DraftModel(loaded, kernels, vocab_size=vocab_size, kv_bytes=kv_bytes)
 
 
 def propose(draft: DraftModel, wanted: dict[int, Wanted]) -> dict[int, list[int]]:
@@ -42,10 +44,17 @@ def looked_up(case: str, tokens: list[int], rng: random.Random) -> list[int]:
     return [*greedy(case, tokens, num_right), *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 3)))]
 
 
-@pytest.mark.parametrize("case", ["llama tied", "gemma3_text", "deepseek_v2", "qwen3_next", "mamba2", "lfm2"])
-def test_it_guesses_what_the_model_would_generate(case):
+@pytest.mark.parametrize(
+    ("case", "in_place"),
+    [
+        *[(case, False) for case in ("llama tied", "gemma3_text", "deepseek_v2", "qwen3_next", "mamba2", "lfm2")],
+        # As on a GPU, where kernels update states in their slots.
+        *[(case, True) for case in ("qwen3_next", "mamba2", "lfm2")],
+    ],
+)
+def test_it_guesses_what_the_model_would_generate(case, in_place):
     """Several sequences at once, growing by what was guessed, by other tokens, and not at all."""
-    draft, rng = make(case), random.Random(1)
+    draft, rng = make(case, in_place=in_place), random.Random(1)
     sequences = {
         seq_id: [rng.randrange(VOCAB_SIZE) for _ in range(length)] for seq_id, length in enumerate((1, 16, 40))
     }
