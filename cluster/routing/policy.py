@@ -53,9 +53,11 @@ class PredictedSeconds:
         standings, num_held, num_matched = view.standings, view.num_held, view.num_matched
         limit_s, totals = inf, []
         bases = base_s(standings, view.open_slots, num_held, num_matched, num_tokens, num_output)
-        for base, slot, turn_s in sorted(bases):
-            # Most Macs are out of the question by that already; for the others it is worked out what prompts under way
-            # there add, or take off.
+        # The least first, whatever the order of the others: most Macs are out of the question then, and only for the
+        # rest it is worked out what prompts under way there add, or take off.
+        least = bases.index(min(bases))
+        bases[0], bases[least] = bases[least], bases[0]
+        for base, slot, turn_s in bases:
             if base > limit_s and num_matched[slot] <= num_held[slot]:
                 continue
             total_s = base
