@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from cluster.kv.events import EventLog
-from cluster.kv.group_managers import make_manager
+from cluster.kv.group_managers import GroupManager, locals_by_rule, make_manager
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.layout import NULL_BLOCK, KVLayout
 from cluster.kv.memory import PoolResize, PoolSet
@@ -53,6 +53,10 @@ class KVCacheCoordinator(ABC):
         self.counts = [GroupCounts() for _ in self.managers]
         self._state_managers = [m for m in self.managers if m.is_state]
         self._token_managers = [m for m in self.managers if not m.is_state]
+        # Groups that take a block at the same position from one pool, and those that give up one for the same reason:
+        # a block's end is handled once for all of them.
+        self._token_groups = _by_pool(self._token_managers)
+        self._local_groups = [(same[0], pool) for same in locals_by_rule(self.managers) for pool in _by_pool(same)]
         self._resizes: list[PoolResize] = []
         # (group, block) of copies not made yet: referenced, so that no boundary moves over them.
         self._sources: list[tuple[int, int]] = []
@@ -154,22 +158,24 @@ class KVCacheCoordinator(ABC):
         if num_tokens <= sequence.num_slots:
             return NO_BLOCKS
         self._leave_behind(sequence, num_processed)
-        length = -(-num_tokens // self.block_size)
+        # All tables are equally long.
+        num_new = -(-(num_tokens - sequence.num_slots) // self.block_size)
         needs = [0] * len(self.pools.pools)
-        for manager in self._token_managers:
-            needs[manager.pool_id] += length - len(sequence.tables[manager.group_id])
+        for pool_id, groups in self._token_groups:
+            needs[pool_id] = num_new * len(groups)
         if not self.make_room(needs):
             # Admission counts without checkpoints: a sequence's own must not keep it from going on.
             self._free_checkpoints(sequence)
             if not self.make_room(needs):
                 return None
         taken: dict[int, tuple[int, ...]] = {}
-        for manager in self._token_managers:
-            table = sequence.tables[manager.group_id]
-            ids = self.pools[manager.pool_id].allocate(length - len(table))
-            table.extend(ids)
-            taken[manager.group_id] = tuple(ids)
-        sequence.num_slots = length * self.block_size
+        tables = sequence.tables
+        for pool_id, groups in self._token_groups:
+            ids = self.pools[pool_id].allocate(needs[pool_id])
+            for group, new in zip(groups, zip(*[iter(ids)] * num_new, strict=True), strict=True):
+                taken[group] = new
+                tables[group] += new
+        sequence.num_slots += num_new * self.block_size
         return taken
 
     def num_missing_bytes(self, seq_id: int, num_tokens: int) -> int:
@@ -343,19 +349,25 @@ class KVCacheCoordinator(ABC):
     def _leave_behind(self, sequence: Sequence, num_processed: int) -> None:
         """Give up the blocks that no later token sees, nor the last block end, where it could be resumed. O(blocks)."""
         num_resumable = num_processed // self.block_size * self.block_size
-        for manager in self._token_managers:
-            if manager.is_full:
-                continue
-            group = manager.group_id
-            first = max(manager.first_needed(num_resumable), manager.num_sink_blocks)
-            start = max(sequence.first_held[group], manager.num_sink_blocks)
-            table = sequence.tables[group]
-            if first > start:
-                end = min(first, len(table))
-                self.pools[manager.pool_id].free(reversed(table[start:end]))
-                self.retention.left_behind(sequence, start)
-                table[start:end] = [NULL_BLOCK] * (end - start)
-                sequence.first_held[group] = end
+        num_held = lowest = sequence.num_slots // self.block_size
+        left: list[list[int]] = [[] for _ in self.pools.pools]
+        for manager, (pool_id, groups) in self._local_groups:
+            num_sinks = manager.num_sink_blocks
+            end = min(manager.first_needed(num_resumable), num_held)
+            start = max(sequence.first_held[manager.group_id], num_sinks)
+            if end > start:
+                lowest = min(lowest, start)
+                for group in groups:
+                    table = sequence.tables[group]
+                    sequence.first_held[group] = end
+                    # Mostly one block, where slices cost more than they save.
+                    for index in range(start, end):
+                        left[pool_id].append(table[index])
+                        table[index] = NULL_BLOCK
+        if lowest < num_held:
+            for pool, block_ids in zip(self.pools.pools, left, strict=True):
+                pool.free(reversed(block_ids))
+            self.retention.left_behind(sequence, lowest)
 
     def _close(self, sequence: Sequence) -> None:
         """Give back all that a sequence holds."""
@@ -395,6 +407,14 @@ class KVCacheCoordinator(ABC):
                     for pages in checkpoints:
                         if manager.group_id in pages:
                             pages[manager.group_id] = moves.get(pages[manager.group_id], pages[manager.group_id])
+
+
+def _by_pool(managers: Seq[GroupManager]) -> list[tuple[int, list[int]]]:
+    """(pool, its groups) of those that these are of."""
+    pools: dict[int, list[int]] = {}
+    for manager in managers:
+        pools.setdefault(manager.pool_id, []).append(manager.group_id)
+    return list(pools.items())
 
 
 def _rename(blocks: "list[int] | Seq[int]", moves: dict[int, int]) -> None:

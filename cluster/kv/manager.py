@@ -96,8 +96,9 @@ class KVCacheManager:
         Returns the ids appended to its block tables, empty if it had room already (O(1)); None, with nothing changed
         but windows moved on, if too few blocks are free. `num_processed` tokens have run for certain.
         """
-        most = min(num_tokens + num_lookahead, max(num_tokens, self.layout.max_model_len))
-        return self._coordinator.allocate(seq_id, most, num_processed)
+        if num_lookahead:
+            num_tokens = min(num_tokens + num_lookahead, max(num_tokens, self.layout.max_model_len))
+        return self._coordinator.allocate(seq_id, num_tokens, num_processed)
 
     def num_registered_blocks(self, seq_id: int) -> int:
         """Blocks of a live sequence that are findable, from its first on: where registering goes on."""
