@@ -150,7 +150,7 @@ class _CachingCoordinator(KVCacheCoordinator):
             rows.append(ids)
             if not manager.is_state:
                 # No window moves on before what it leaves has been registered.
-                self.pools[manager.pool_id].cache(ids)
+                self.pools[manager.pool_id].cache(ids, manager.group_id)
                 self.events.stored(manager.group_id, hashes, parent_hash, first)
         segment = self.tree.append(cursor, hashes, rows)
         if segment is not cursor:
@@ -168,7 +168,7 @@ class _CachingCoordinator(KVCacheCoordinator):
                 own, offset = table[index], index - segment.start
                 if known[offset] == NULL_BLOCK:
                     known[offset] = own
-                    pool.cache([own])
+                    pool.cache([own], group)
                     self.num_filled += 1
                     segment.thinned[group] = min(segment.thinned[group], index)
                     self.events.stored(
@@ -200,7 +200,7 @@ class _CachingCoordinator(KVCacheCoordinator):
             pool, states = self.pools[self.managers[group].pool_id], segment.blocks[group]
             if states[-1] == NULL_BLOCK:
                 states[-1] = page
-                pool.cache([page])
+                pool.cache([page], group)
                 self.events.stored(
                     group, segment.hashes_between(depth - 1, depth), segment.hash_before(depth - 1), depth - 1
                 )

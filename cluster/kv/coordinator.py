@@ -217,6 +217,21 @@ class KVCacheCoordinator(ABC):
 
         return self.retention.release(is_enough, num_lacking, worth)
 
+    def num_unfindable(self) -> list[int]:
+        """By group the blocks and states that sequences hold and no look-up can find. O(sequences)."""
+        counts = [0] * len(self.managers)
+        for sequence in self.sequences.values():
+            num_states, depth, length = 1 + len(sequence.checkpoints()), sequence.depth, sequence.num_slots
+            for manager in self.managers:
+                if manager.is_state:
+                    counts[manager.group_id] += num_states
+                    continue
+                # Only a window moves beyond what is registered, where nothing is; its sinks stay.
+                first = max(depth, sequence.first_held[manager.group_id])
+                num_sinks = max(0, min(first, manager.num_sink_blocks) - depth)
+                counts[manager.group_id] += length // self.block_size - first + num_sinks
+        return counts
+
     def take_resizes(self) -> tuple[PoolResize, ...]:
         """Boundary moves since the last call, in order: for the worker, before anything else of a step."""
         taken = tuple(self._resizes)
@@ -244,7 +259,7 @@ class KVCacheCoordinator(ABC):
         self.tree.check()
         assert self.pools.spare_bytes >= 0, "the pools exceed the budget"
         for pool_id, pool in enumerate(self.pools.pools):
-            held, cached = [0] * pool.num_blocks, set[int]()
+            held, cached = [0] * pool.num_blocks, dict[int, int]()
             groups = [m.group_id for m in self.managers if m.pool_id == pool_id]
             for sequence in self.sequences.values():
                 checkpoints = sequence.checkpoints()
@@ -257,13 +272,23 @@ class KVCacheCoordinator(ABC):
             for segment in self.tree.walk():
                 for group in groups:
                     ids = [b for b in segment.blocks[group] if b != NULL_BLOCK]
-                    assert not cached.intersection(ids), "a block is at two places of the tree"
+                    assert not cached.keys() & ids, "a block is at two places of the tree"
                     assert not self.managers[group].is_full or len(ids) == segment.num_blocks, (
                         "a hole in full attention"
                     )
-                    cached.update(ids)
+                    cached.update(dict.fromkeys(ids, group))
             pool.check(held, cached)
+        self._check_unfindable()
         self._check_cursors()
+
+    def _check_unfindable(self) -> None:
+        for manager, num_blocks in zip(self.managers, self.num_unfindable(), strict=True):
+            group, ids = manager.group_id, set[int]()
+            for sequence in self.sequences.values():
+                ids.update(sequence.tables[group], (pages[group] for pages in sequence.checkpoints() if group in pages))
+            for segment in self.tree.walk():
+                ids.difference_update(segment.blocks[group])
+            assert len(ids - {NULL_BLOCK}) == num_blocks, "blocks that only sequences know are miscounted"
 
     def _check_cursors(self) -> None:
         counted = dict.fromkeys([self.tree.root, *self.tree.walk()], 0)

@@ -175,13 +175,15 @@ class KVCacheManager:
         return sum(pool.num_cached for pool in self._coordinator.pools.pools)
 
     def stats(self) -> KVStats:
-        """Bytes by state and counts by group. O(groups)."""
+        """Bytes by state and counts by group. O(sequences)."""
         coordinator = self._coordinator
         memory, evictor = coordinator.pools, coordinator.retention.evictor
         pools = tuple(
             KVPoolStats(page, pool.num_used * page, pool.num_evictable * page, pool.num_empty * page)
             for pool, page in zip(memory.pools, memory.page_bytes, strict=True)
         )
+        num_present, num_unfindable = self._events.num_present, coordinator.num_unfindable()
+        num_cached = [memory[group.pool_id].num_evictable_of(group.group_id) for group in self.layout.groups]
         groups = tuple(
             KVGroupStats(
                 kind=kind_name(group.spec),
@@ -194,10 +196,18 @@ class KVCacheManager:
                 num_evicted_ranked=evicted.num_ranked,
                 num_evicted_orphaned=evicted.num_orphaned,
                 pool_id=group.pool_id,
-                findable_bytes=num_present * group.page_bytes,
+                findable_bytes=findable * group.page_bytes,
+                referenced_bytes=(findable - cached + unfindable) * group.page_bytes,
+                cached_bytes=cached * group.page_bytes,
             )
-            for group, looked_up, evicted, num_present in zip(
-                self.layout.groups, coordinator.counts, evictor.counts, self._events.num_present, strict=True
+            for group, looked_up, evicted, findable, cached, unfindable in zip(
+                self.layout.groups,
+                coordinator.counts,
+                evictor.counts,
+                num_present,
+                num_cached,
+                num_unfindable,
+                strict=True,
             )
         )
         cached = sum(pool.cached_bytes for pool in pools)
