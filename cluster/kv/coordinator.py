@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from cluster.kv.consistency import check_cursors, check_references, check_unfindable
 from cluster.kv.events import EventLog
 from cluster.kv.group_managers import GroupManager, locals_by_rule, make_manager
 from cluster.kv.hashing import HASH_BYTES
@@ -256,50 +257,10 @@ class KVCacheCoordinator(ABC):
 
     def check(self) -> None:
         """Assert that pools, tree, tables and budget agree."""
-        self.tree.check()
         assert self.pools.spare_bytes >= 0, "the pools exceed the budget"
-        for pool_id, pool in enumerate(self.pools.pools):
-            held, cached = [0] * pool.num_blocks, dict[int, int]()
-            groups = [m.group_id for m in self.managers if m.pool_id == pool_id]
-            for sequence in self.sequences.values():
-                checkpoints = sequence.checkpoints()
-                ids = [b for group in groups for b in sequence.tables[group]]
-                ids += [pages[group] for pages in checkpoints for group in groups if group in pages]
-                for block_id in ids:
-                    held[block_id] += block_id != NULL_BLOCK
-            for group, block_id in self._sources:
-                held[block_id] += group in groups
-            for segment in self.tree.walk():
-                for group in groups:
-                    ids = [b for b in segment.blocks[group] if b != NULL_BLOCK]
-                    assert not cached.keys() & ids, "a block is at two places of the tree"
-                    assert not self.managers[group].is_full or len(ids) == segment.num_blocks, (
-                        "a hole in full attention"
-                    )
-                    cached.update(dict.fromkeys(ids, group))
-            pool.check(held, cached)
-        self._check_unfindable()
-        self._check_cursors()
-
-    def _check_unfindable(self) -> None:
-        for manager, num_blocks in zip(self.managers, self.num_unfindable(), strict=True):
-            group, ids = manager.group_id, set[int]()
-            for sequence in self.sequences.values():
-                ids.update(sequence.tables[group], (pages[group] for pages in sequence.checkpoints() if group in pages))
-            for segment in self.tree.walk():
-                ids.difference_update(segment.blocks[group])
-            assert len(ids - {NULL_BLOCK}) == num_blocks, "blocks that only sequences know are miscounted"
-
-    def _check_cursors(self) -> None:
-        counted = dict.fromkeys([self.tree.root, *self.tree.walk()], 0)
-        for sequence in self.sequences.values():
-            assert sequence.cursor in counted, "a cursor lies in a segment that is gone"
-            counted[sequence.cursor] += 1
-            assert sequence.depth == sequence.cursor.end, "a cursor lies inside a segment"
-        for segment, num_cursors in counted.items():
-            assert segment.num_cursors == num_cursors, "cursors are miscounted"
-            is_useful = segment.children or num_cursors or segment.is_point or segment is self.tree.root
-            assert is_useful or all(m.is_full for m in self.managers), "an orphan is left"
+        check_references(self.pools, self.managers, self.tree, self.sequences.values(), self._sources)
+        check_unfindable(self.num_unfindable(), self.managers, self.tree, self.sequences.values())
+        check_cursors(self.managers, self.tree, self.sequences.values())
 
     def _part(self, segment: Segment) -> None:
         """Two prompts part at the segment's end, where others may too. A recurrent model needs a checkpoint there."""

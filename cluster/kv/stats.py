@@ -8,10 +8,11 @@ class KVGroupStats:
     """One group. Counts are since the start.
 
     `num_hit_tokens` is what the group alone could have resumed of the tokens looked up, `num_limited` how often it was
-    the one that ended a hit. `findable_bytes` are of blocks and states with a hash, held by a sequence or not;
-    `referenced_bytes` those that sequences hold, findable or not, and `cached_bytes` the findable rest: what is free
-    belongs to no group, but to its pool. There are none that nothing could use: they go at once. Blocks are evicted because windows moved on (left behind), because of the rank of their resume point (ranked), or because
-    with it nothing could use them any more (orphaned).
+    the one that ended a hit. Blocks are evicted because windows moved on (left behind), because of the rank of their
+    resume point (ranked), or because with it nothing could use them any more (orphaned): none such is kept.
+
+    `findable_bytes` are of blocks and states with a hash, held by a sequence or not; `referenced_bytes` of those that
+    sequences hold, findable or not; `cached_bytes` of the findable rest. What is free belongs to no group.
     """
 
     kind: str
