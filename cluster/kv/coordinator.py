@@ -122,6 +122,7 @@ class KVCacheCoordinator(ABC):
         for segment in path:
             segment.priority = max(segment.priority, priority)
             segment.pinned_until_s = max(segment.pinned_until_s, pinned_until_s)
+            self.retention.touched(segment)
         return started
 
     def _start(self, seq_id: int, computed: ComputedBlocks, points: Mapping[int, PointKind]) -> StartedBlocks:
@@ -135,7 +136,7 @@ class KVCacheCoordinator(ABC):
         cursor = next((s for s in computed.path if s.start < depth <= s.end), self.tree.root)
         # A cursor keeps its segment; what lies beyond must stay evictable.
         if depth and cursor.end > depth:
-            cursor = self.tree.cut(cursor, depth)
+            cursor = self.retention.cut(cursor, depth)
             self._part(cursor)
         first_held = [m.first_needed(computed.num_tokens) if not m.is_state else 0 for m in self.managers]
         sequence = Sequence(seq_id, tables, depth * self.block_size, cursor, depth, first_held)
