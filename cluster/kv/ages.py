@@ -1,8 +1,8 @@
 """How long every prefix has waited for its next use: counts by class and age, kept true at every request.
 
 Ages count requests started since the last use. They fall into buckets that grow with age, so that a prefix changes its
-bucket ever more rarely: a calendar says when, and a request costs O(log ages) moves on the average instead of a walk over
-all prefixes (the hashed timing wheels of Varghese and Lauck, SOSP 1987).
+bucket ever more rarely. A calendar says when (a timing wheel as of Varghese and Lauck, SOSP 1987): a request costs
+O(log ages) moves on the average instead of a walk over all prefixes.
 """
 
 # Where the gap between two uses is not known yet.

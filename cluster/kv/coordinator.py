@@ -262,6 +262,7 @@ class KVCacheCoordinator(ABC):
         check_references(self.pools, self.managers, self.tree, self.sequences.values(), self._sources)
         check_unfindable(self.num_unfindable(), self.managers, self.tree, self.sequences.values())
         check_cursors(self.managers, self.tree, self.sequences.values())
+        self.retention.check()
 
     def _part(self, segment: Segment) -> None:
         """Two prompts part at the segment's end, where others may too. A recurrent model needs a checkpoint there."""

@@ -12,7 +12,7 @@ The unit is the resume point: the end of a segment with all that lets a sequence
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from cluster.kv.ages import NO_GAP, PER_OCTAVE, Ages, Prefix, bin_of
+from cluster.kv.ages import NO_GAP, NUM_BINS, PER_OCTAVE, Ages, Prefix, bin_of
 from cluster.kv.events import EventLog
 from cluster.kv.evictor import Evictor
 from cluster.kv.group_managers import GroupManager
@@ -86,7 +86,6 @@ class Retention:
             age = clock - segment.last_use
             self._policy.observe(segment.gap, age)
             segment.gap, segment.last_use = age, clock
-            self.touched(segment)
         for segment in path[:-1]:
             self._stops.observe(segment, is_stop=False)
         gap = self._observe_ghosts(hashes, depth)
@@ -100,6 +99,10 @@ class Retention:
                 # The newest turn of somebody who comes again; what follows will wait as this did.
                 self._stops.observe_return(is_cut=False)
                 gap = end.gap
+        for segment in path:
+            self._ages.track(segment)
+            if segment.entry is not None:
+                self._put(segment)
         return gap
 
     def release(self, is_enough: Callable[[], bool], lacking: Callable[[], int], worth: float | None = None) -> bool:
@@ -187,7 +190,7 @@ class Retention:
             self._left_behind[segment] = min(start, self._left_behind.get(segment, start))
 
     def settle(self, segment: Segment) -> None:
-        """A sequence that ended there goes on elsewhere: what it came from can be evicted, or goes if it is no point."""
+        """A sequence that ended there has gone on: what it came from can go now, and must if it is no point."""
         if segment.parent is not None:
             self._prune(segment)
 
@@ -208,6 +211,21 @@ class Retention:
         self._pinned.clear()
         self._pins_over_budget.clear()
         self.pinned_bytes = 0
+
+    def check(self) -> None:
+        """Assert that what waits is counted, and that nothing which could go is missing. O(segments)."""
+        counts = [0] * NUM_BINS
+        for prefix in (*self._tree.walk(), *self._ghosts.values()):
+            assert prefix.bin == bin_of(prefix.gap, self.clock - prefix.last_use), "a prefix is in another's bin"
+            counts[prefix.bin] += 1
+        assert counts == self._ages.counts, "waiting prefixes are miscounted"
+        for segment in self._tree.walk():
+            if segment.entry is None and segment not in self._held:
+                assert self._value_of(segment) is None, "a point that could go is not queued"
+        factor = self._policy.factor
+        queued = [(s.entry[3], factor(s.bin) * s.entry[0]) for s in self._tree.walk() if s.entry is not None]
+        lowest = self._ranking.lowest(factor)
+        assert (lowest and lowest[0]) == (min(queued)[1] if queued else None), "another point ranks lower"
 
     def _grow_older(self) -> None:
         """Another request. Amortised O(log ages) points move; one in an octave of its age is looked at again."""

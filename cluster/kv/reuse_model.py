@@ -21,6 +21,7 @@ from cluster.kv.ages import NUM_BINS, NUM_BUCKETS, NUM_CLASSES, PER_OCTAVE, bin_
 # Belief before any evidence: as many observations, with a chance of reuse in each octave that does not depend on age.
 _PRIOR_WEIGHT = 1.0
 _PRIOR_PER_OCTAVE = 0.4
+_CLASSES_A_REQUEST = 2
 # When so many uses have been seen, they count half: habits change.
 _HALVE_AT = 4096
 
@@ -52,17 +53,20 @@ class ReuseModel:
             self._num_used[kind] /= 2
 
     def refresh(self, waiting: Sequence[int]) -> None:
-        """Compute the index of the next class anew that has been seen, given how many wait in each bin. O(buckets).
+        """Compute the index of the next classes anew that have been seen, given how many wait in each bin.
 
-        Classes take turns: an index changes little from one request to the next.
+        Classes take turns: an index changes little from one request to the next. O(buckets).
         """
+        num_done = 0
         for _ in range(NUM_CLASSES):
             kind = self._next_class
             self._next_class = (kind + 1) % NUM_CLASSES
             own = slice(kind * NUM_BUCKETS, (kind + 1) * NUM_BUCKETS)
             if self._num_used[kind] or any(waiting[own]):
                 self.index[own] = _index(self._used[own], waiting[own])
-                return
+                num_done += 1
+                if num_done == _CLASSES_A_REQUEST:
+                    return
 
 
 def _index(used: Sequence[float], waiting: Sequence[float]) -> list[float]:
