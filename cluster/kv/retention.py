@@ -284,14 +284,12 @@ class Retention:
         """Queue anew the next point at or below, down to a branch: what it would fall back to, or free, has changed."""
         while not segment.is_point and len(segment.children) == 1:
             (segment,) = segment.children.values()
-        if segment.entry is not None:
-            self._put(segment)
+        self._put(segment)
 
     def _try_held_again(self) -> None:
         held, self._held, self._has_ended = self._held, {}, False
         for segment in held:
-            if segment.parent is not None:
-                self._put(segment)
+            self._put(segment)
 
     def _rises(self, segment: Segment) -> bool:
         """Queue a point again that is worth more than it was, or held; otherwise take it out."""
@@ -388,13 +386,13 @@ class Retention:
     def _forget(self, segment: Segment) -> None:
         self._ages.forget(segment)
         self._ranking.remove(segment)
+        self._held.pop(segment, None)
 
     def _remember(self, segment: Segment) -> None:
         """A point that goes is remembered by its hash, so that its being wanted again is seen."""
         while len(self._ghosts) >= _MAX_GHOSTS:
             self._ages.forget(self._ghosts.pop(next(iter(self._ghosts))))
         key = bytes(segment.hash_at(segment.end - 1))
-        if key in self._ghosts:
-            self._ages.forget(self._ghosts[key])
+        self._ages.forget(self._ghosts.pop(key, Prefix()))
         self._ghosts[key] = ghost = Prefix(segment.gap, segment.last_use)
         self._ages.track(ghost)

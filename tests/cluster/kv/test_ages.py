@@ -42,6 +42,13 @@ def test_counts_are_those_of_a_count_from_scratch():
     assert ages.counts == [0] * NUM_BINS
 
 
+def test_the_oldest_grow_no_older():
+    ages, prefix = Ages(), Prefix(last_use=-(1 << 20))
+    ages.track(prefix)
+    assert [ages.tick() for _ in range(1000)] == [[]] * 1000
+    assert ages.counts[NUM_BUCKETS - 1] == 1
+
+
 def test_what_goes_twice_is_counted_once():
     ages, prefix = Ages(), Prefix()
     ages.forget(prefix)

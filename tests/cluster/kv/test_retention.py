@@ -51,6 +51,24 @@ class TestRunningSequences:
         assert session.lookup(prompt).num_tokens == 32
         assert session.lookup([*longer[:64], 1]).num_tokens == 32, "the other one went"
 
+    def test_it_stays_even_if_it_is_all_that_could_go(self):
+        """Until the plan that copies it is complete."""
+        kv, session, prompt, longer = self.inner_and_leaf()
+        parting = [*prompt[:32], 7, 8]
+        (leaf,) = [s for s in kv._coordinator.tree.walk() if not s.children]
+        leaf.priority = 20
+        kv._coordinator.retention.designate(leaf, leaf.kind)
+        kv.start(99, session.lookup(parting), chain(parting))
+        assert session.lookup([*longer[:64], 1]).num_tokens == 32, "the leaf has gone for the state of its own"
+        assert not kv._coordinator.make_room([0, 1])
+        assert session.lookup(prompt).num_tokens == 32
+        kv.check()
+        kv.release_sources()
+        kv.free(99, 33)
+        assert kv._coordinator.make_room([0, 2])
+        assert session.lookup(prompt).num_tokens == 0
+        kv.check()
+
     def inner_and_leaf(self):
         """A prompt with a state at 32 tokens, another that goes on from there to 64, and no state left to take."""
         groups = (KVGroup(0, 0, FULL, (0,), 512), KVGroup(1, 1, STATE, (1,), 8192))
