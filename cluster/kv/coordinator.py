@@ -345,13 +345,12 @@ class KVCacheCoordinator(ABC):
             start = max(sequence.first_held[manager.group_id], num_sinks)
             if end > start:
                 lowest = min(lowest, start)
+                nulls = [NULL_BLOCK] * (end - start)
                 for group in groups:
                     table = sequence.tables[group]
                     sequence.first_held[group] = end
-                    # Mostly one block, where slices cost more than they save.
-                    for index in range(start, end):
-                        left[pool_id].append(table[index])
-                        table[index] = NULL_BLOCK
+                    left[pool_id] += table[start:end]
+                    table[start:end] = nulls
         if lowest < num_held:
             for pool, block_ids in zip(self.pools.pools, left, strict=True):
                 pool.free(reversed(block_ids))

@@ -102,19 +102,26 @@ class BlockPool:
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """One more reference to each; null blocks are passed over. O(blocks)."""
-        refs, owners, num_evictable = self._refs, self._owners, self._num_evictable
+        refs, owners = self._refs, self._owners
+        # Mostly all are of one owner: their count is kept at hand.
+        last, num_taken = 0, 0
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
             if refs[block_id] == 0:
-                assert owners[block_id], f"block {block_id} is empty and can't be shared"
-                num_evictable[owners[block_id]] -= 1
+                owner = owners[block_id]
+                assert owner, f"block {block_id} is empty and can't be shared"
+                if owner != last:
+                    self._num_evictable[last] -= num_taken
+                    last, num_taken = owner, 0
+                num_taken += 1
             refs[block_id] += 1
+        self._num_evictable[last] -= num_taken
 
     def free(self, block_ids: Iterable[int]) -> None:
         """One reference less to each; null blocks are passed over. O(blocks)."""
         refs, owners, returned = self._refs, self._owners, self._returned
-        num_evictable = self._num_evictable
+        last, num_left = 0, 0
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -122,32 +129,42 @@ class BlockPool:
             assert left >= 0, f"block {block_id} was freed more often than taken"
             refs[block_id] = left
             if left == 0:
-                if owner := owners[block_id]:
-                    num_evictable[owner] += 1
-                else:
+                owner = owners[block_id]
+                if not owner:
                     returned.append(block_id)
+                    continue
+                if owner != last:
+                    self._num_evictable[last] += num_left
+                    last, num_left = owner, 0
+                num_left += 1
+        self._num_evictable[last] += num_left
 
-    def cache(self, block_ids: Iterable[int], group: int = 0) -> None:
+    def cache(self, block_ids: Sequence[int], group: int = 0) -> None:
         """From now on these hold cached content of a group. They are referenced. O(blocks)."""
-        refs, owners = self._refs, self._owners
+        refs, owners, owner = self._refs, self._owners, group + 1
         for block_id in block_ids:
             assert refs[block_id] > 0, f"block {block_id} is cached but nobody holds it"
             assert not owners[block_id], f"block {block_id} is cached twice"
-            owners[block_id] = group + 1
-            self.num_cached += 1
+            owners[block_id] = owner
+        self.num_cached += len(block_ids)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Their content is not cached any more; those that nobody references become empty. O(blocks)."""
         refs, owners, returned = self._refs, self._owners, self._returned
-        num_evictable = self._num_evictable
+        last, num_emptied, num_forgotten = 0, 0, 0
         for block_id in block_ids:
             owner = owners[block_id]
             assert owner, f"block {block_id} is not cached"
             owners[block_id] = 0
-            self.num_cached -= 1
+            num_forgotten += 1
             if refs[block_id] == 0:
-                num_evictable[owner] -= 1
+                if owner != last:
+                    self._num_evictable[last] -= num_emptied
+                    last, num_emptied = owner, 0
+                num_emptied += 1
                 returned.append(block_id)
+        self._num_evictable[last] -= num_emptied
+        self.num_cached -= num_forgotten
 
     def grow(self, num_blocks: int) -> None:
         """So many more blocks."""
