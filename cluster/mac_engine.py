@@ -29,15 +29,15 @@ from cluster.kv.hashing import BlockHash, root_hash
 from cluster.kv.manager import KVCacheManager
 from cluster.mac_adapters import MacAdapters
 from cluster.mac_memory import kv_format, plan_kv
+from cluster.mac_requests import request_of
 from cluster.model_files import model_digest, tokenizer_digest
 from cluster.routing.speed import StepSample
-from cluster.sampling import with_speculation
 from cluster.scheduling import errors as refusals
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.request import Update
 from cluster.scheduling.scheduler import Scheduler
 from cluster.self_benchmark import WorkerFailed, measure, sample_of
-from cluster.worker_process import WorkerProcess
+from cluster.worker_process import WorkerProcess, receive_in_time
 from protos.cidery.node.v1 import node_pb2
 from protos.cidery.worker.v1 import worker_pb2
 
@@ -47,9 +47,6 @@ MAX_PLANS_IN_FLIGHT = 2
 _RESTART_PAUSE_S = 1.0
 _MAX_FAILED_STARTS = 3
 _MAX_LOSSES = 3
-# The largest step of the largest model takes a few seconds.
-_STEP_TIMEOUT_S = 60.0
-_WATCH_PERIOD_S = 5.0
 # While nobody takes them.
 _MAX_STEP_SAMPLES = 256
 
@@ -186,22 +183,9 @@ class MacEngine:
             raise InvalidRequest(
                 "root_hash", f"the gateway's model, tokenizer, KV format or block size differs from {self.mac}'s"
             )
-        request = wire.request_from_open(message, self.described.eos_token_ids)
-        request = replace(request, sampling=with_speculation(request.sampling, self._config.speculation))
+        request = request_of(message, self.described, self._config.speculation)
         if request.adapter:
             self.adapters.require(request.adapter)
-        rules = request.sampling.rules
-        if rules.grammar and not self.described.eos_token_ids:
-            raise InvalidRequest("grammar", "the model has no end token, which is what follows a complete answer")
-        named = {
-            "prompt": request.token_ids,
-            "logit_bias": [token for token, _ in rules.logit_bias],
-            "banned tokens": [token for sequence in rules.banned_sequences for token in sequence],
-        }
-        for field, token_ids in named.items():
-            largest = max(token_ids, default=0)
-            if largest >= self.described.vocab_size:
-                raise InvalidRequest(field, f"token ids must be below {self.described.vocab_size}, got {largest}")
         try:
             return self.scheduler.add(request, time.monotonic())
         except refusals.RequestTooLong as error:
@@ -298,7 +282,7 @@ class MacEngine:
 
     async def _take_results(self, worker: WorkerProcess) -> None:
         """Results of plans, until the worker fails or is gone."""
-        while (message := await self._next_message(worker)) is not None:
+        while (message := await receive_in_time(worker, lambda: bool(self._in_flight))) is not None:
             if message.HasField("failure"):
                 log.error("worker failed mac=%s error=%s", self.mac, message.failure.message)
                 return
@@ -306,19 +290,6 @@ class MacEngine:
                 self._adapter_loaded(message.adapter_loaded)
             else:
                 self._apply(message.result)
-
-    async def _next_message(self, worker: WorkerProcess) -> worker_pb2.WorkerMessage | None:
-        """None when the worker is gone, or has not finished a step for so long that it must be taken for hung."""
-        receiving = asyncio.ensure_future(worker.receive())
-        num_silent_s = 0.0
-        while not receiving.done():
-            await asyncio.wait({receiving}, timeout=_WATCH_PERIOD_S)
-            num_silent_s = num_silent_s + _WATCH_PERIOD_S if self._in_flight else 0.0
-            if not receiving.done() and num_silent_s >= _STEP_TIMEOUT_S:
-                log.error("worker hangs mac=%s pid=%d silent_s=%.0f", self.mac, worker.pid, num_silent_s)
-                receiving.cancel()
-                return None
-        return receiving.result()
 
     def _prepare(self, described: worker_pb2.Description) -> worker_pb2.Configure:
         """Sizes the KV cache the first time; a restarted worker must match what the scheduler already works with."""

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from asyncio import StreamReader, StreamWriter
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.config import MacConfig
@@ -19,6 +20,9 @@ log = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 5.0
 _CONNECT_PAUSE_S = 0.02
+# The largest step of the largest model takes a few seconds.
+_STEP_TIMEOUT_S = 60.0
+_WATCH_PERIOD_S = 5.0
 _LENGTH_BYTES = 4
 _TAIL_BYTES = 32 * 1024
 
@@ -137,3 +141,17 @@ def _options(config: MacConfig, *, measures_steps: bool) -> list[str]:
             "--max-model-len": config.model.max_model_len,
         }
     return [word for name, value in settings.items() if value is not None for word in (name, str(value))]
+
+
+async def receive_in_time(worker: WorkerProcess, is_busy: Callable[[], bool]) -> worker_pb2.WorkerMessage | None:
+    """The next message; None when the worker is gone, or was busy for so long that it must be taken for hung."""
+    receiving = asyncio.ensure_future(worker.receive())
+    num_silent_s = 0.0
+    while not receiving.done():
+        await asyncio.wait({receiving}, timeout=_WATCH_PERIOD_S)
+        num_silent_s = num_silent_s + _WATCH_PERIOD_S if is_busy() else 0.0
+        if not receiving.done() and num_silent_s >= _STEP_TIMEOUT_S:
+            log.error("worker hangs pid=%d silent_s=%.0f", worker.pid, num_silent_s)
+            receiving.cancel()
+            return None
+    return receiving.result()

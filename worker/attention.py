@@ -215,7 +215,9 @@ class PagedCache:
     def _call(self, scale: float, extras: Extras, *, is_plain: bool) -> LayerCall:
         step = self._step
         rows = self._rows(may_share=is_plain)
-        return LayerCall(self._shape, step.batch, rows, step.kernels, scale, extras, is_plain)
+        return LayerCall(
+            self._shape, step.batch, rows, step.kernels, scale, extras, is_plain, has_states=step.tensors.has_states
+        )
 
     def _rows(self, *, may_share: bool) -> GroupRows:
         group = self._step.tensors.group_of[self._index]

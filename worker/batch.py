@@ -7,10 +7,10 @@ A step of several sequences runs in token rows, `[num_tokens, 1]`: each token is
 step of one sequence is flat, `[1, num_tokens]`, which is mlx-lm's own layout, unless the model takes rows alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -47,6 +47,8 @@ class Span:
     # Digest of its adapter, empty for none.
     adapter: str = ""
     num_drafts: int = 0
+    # Its last token is being drawn by the step before; a number stands in its place until then.
+    is_late: bool = False
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -62,6 +64,11 @@ class Span:
     def end(self) -> int:
         """One past the last position: the context length of the last token."""
         return self.start + len(self.token_ids)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether its rows are guesses for the most part: so few that they attend like decode rows."""
+        return len(self.token_ids) <= 1 + 2 * self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +90,9 @@ class Batch:
     """One step, packed. `order[i]` is the index, among the spans given, of the i-th packed span.
 
     `shared` is a prefix that is worth reading once; who shares it comes first among decodes and among prefills.
-    `decodes_together`: all decode rows form one group without a mask, for a kernel that minds each row's own length.
-    `allows_flat` false: token rows even for a single sequence.
+    `decodes_together`: all decode rows form one group without a mask, for a kernel that minds each row's own length;
+    for the same kernel are the rows of `num_verified` spans with guesses, the first of the prefills. `allows_flat`
+    false: token rows even for a single sequence.
     """
 
     def __init__(
@@ -97,8 +105,10 @@ class Batch:
         decodes = [i for i, span in enumerate(spans) if len(span.token_ids) == 1]
         decodes.sort(key=lambda i: (i not in members, spans[i].start))
         prefills = [i for i, span in enumerate(spans) if len(span.token_ids) > 1]
+        verified = frozenset(i for i in prefills if spans[i].is_verified) if decodes_together else frozenset()
+        self.num_verified = len(verified)
         # Those of one length lie side by side, so that recurrent mixers can take them together.
-        prefills.sort(key=lambda i: (i not in members, len(spans[i].token_ids), spans[i].start > 0))
+        prefills.sort(key=lambda i: (i not in members, i not in verified, len(spans[i].token_ids), spans[i].start > 0))
         self.order = decodes + prefills
         self._skips = [self.shared.num_blocks if self.shared and i in members else 0 for i in self.order]
         self.spans = [spans[i] for i in self.order]
@@ -106,13 +116,22 @@ class Batch:
         self.is_flat = allows_flat and len(self.spans) == 1
         token_ids = [token for span in self.spans for token in span.token_ids]
         self.num_tokens = len(token_ids)
-        self.tokens = mx.array(token_ids, mx.int32).reshape(*((1, -1) if self.is_flat else (-1, 1)))
+        self._token_ids = mx.array(token_ids, mx.int32)
+        self.tokens = self._token_ids.reshape(*((1, -1) if self.is_flat else (-1, 1)))
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._views: dict[tuple[int, Reach, bool], GroupRows] = {}
         self._state_parts: dict[int, list[tuple[int, int, StateRows]]] = {}
         self.rows = self._whole_rows([span.block_table for span in self.spans])
         self.offset: int | mx.array = self.spans[0].start if self.is_flat else mx.array(self._positions())
         self.sampled_rows = self._sampled_rows()
+
+    def set_last_tokens(self, token_ids: Mapping[int, int]) -> None:
+        """The last tokens of late spans, by place among the packed ones; before the graph is evaluated."""
+        ends = list(accumulate(len(span.token_ids) for span in self.spans))
+        # MLX shares the array's memory with NumPy, and nothing has read it yet.
+        shared = np.array(self._token_ids, copy=False)
+        for place, token_id in token_ids.items():
+            shared[ends[place] - 1] = token_id
 
     @property
     def has_drafts(self) -> bool:
@@ -213,6 +232,7 @@ class Batch:
             shared=shared,
             skips=skips,
             decodes_together=self._decodes_together,
+            num_verified=self.num_verified,
         )
 
     def _positions(self) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 # 2**f on (-1, 0], highest power first: a Chebyshev fit of degree 5 with a relative error of 1e-7.
 _POWERS = (9.475536e-4, 9.2108756e-3, 5.5299607e-2, 0.24017949, 0.6931432, 0.99999995)
 # Below this a float32 has no exponent left; it stands for zero.
@@ -64,7 +64,7 @@ def attend_part(queries: mx.array, keys: mx.array, values: mx.array, scale: floa
     rows, num_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_keys = keys.shape[1:3]
     # The query heads of one KV head are the rows of one product.
-    grouped = (queries * (scale * _LOG2_E)).reshape(rows, num_kv_heads, -1, head_dim)
+    grouped = (queries * (scale * LOG2_E)).reshape(rows, num_kv_heads, -1, head_dim)
     scores = grouped @ keys.swapaxes(-1, -2)
     if mask is not None:
         by_head = scores.reshape(rows, num_heads, num_queries, num_keys)
@@ -100,7 +100,7 @@ def sigmoid(x: mx.array, **others: Any) -> mx.array:
     if x.dtype != mx.float32 or x.size < _MIN_SIGMOIDS:
         return _mlx_sigmoid(x, **others)
     # Towards zero on both sides, where exponents are negative: nothing overflows.
-    small = exp2(mx.abs(x) * -_LOG2_E)
+    small = exp2(mx.abs(x) * -LOG2_E)
     return mx.where(x < 0, small, 1.0) / (small + 1.0)
 
 

@@ -1,17 +1,18 @@
 """Executes step plans: the worker's whole behaviour, without sockets or threads.
 
-One call of `execute` is one forward pass over the ragged batch and one evaluation. Everything here runs on the one
-thread that owns MLX.
+A step is one forward pass over the ragged batch and one evaluation. While one runs, the graph of the next is built.
+Everything here runs on the one thread that owns MLX.
 """
 
 import os
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 
 from cluster.kv.hashing import BlockHash
-from protos.cidery.v1 import sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker import description, mixers, models, reading
 from worker.adapters import Adapters
@@ -23,11 +24,15 @@ from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
 from worker.models import Layout, LoadedModel
 from worker.plan_blocks import PlanBlocks
-from worker.row_rules import make_rules, shape
-from worker.sampler import Draw, RowLogprobs
+from worker.row_rules import make_rules
+from worker.running_step import RunningStep
 from worker.sequences import SequenceState, TableLayout
 from worker.speculation import Speculation
-from worker.verification import Verified, rows_of
+
+# The shortest of so many steps is what the next one takes at the least.
+_REMEMBERED_RUNS = 8
+# A manager answers within that, or is busy.
+_MOST_PATIENCE_S = 0.005
 
 
 class Engine:
@@ -57,6 +62,9 @@ class Engine:
         self._tables: TableLayout | None = None
         self._root = BlockHash(b"")
         self._sequences: dict[int, SequenceState] = {}
+        self._running: RunningStep | None = None
+        self._launched_s = 0.0
+        self._last_runs_s: deque[float] = deque(maxlen=_REMEMBERED_RUNS)
         self._idle_since_s = time.perf_counter()
         # What the largest step takes beside weights and pools; 0 until it is measured (`worker.dry_run`).
         self.activation_bytes = 0
@@ -110,7 +118,8 @@ class Engine:
         tensors.evaluate()
 
     def reset(self) -> None:
-        """Drop all sequences and the pools, and give the memory back."""
+        """Drop all sequences and the pools, and give the memory back. What runs is not reported."""
+        self._running = None
         self._sequences.clear()
         self._speculation.reset()
         self._tensors = self._blocks = self._tables = None
@@ -134,8 +143,51 @@ class Engine:
         """Sequences that have it may still be known, but can't run any more. No effect on one that was refused."""
         self._adapters.unload(message.digest)
 
+    def submit(self, plan: pb.StepPlan, report: Callable[[pb.StepResult], None]) -> None:
+        """Start one step. The graph is built while the step before runs, whose result is then waited for and reported.
+
+        Raises ProtocolError for a plan that can't be carried out, after which the stream's state is undefined: `reset`.
+        """
+        if not self._goes_ahead(plan):
+            self.drain(report)
+        step = self._build(plan)
+        # A pool that is still read would be copied by the next write: one step runs at a time.
+        self.drain(report)
+        self._launch(step)
+
+    def drain(self, report: Callable[[pb.StepResult], None]) -> None:
+        """Wait for the step that runs, if any, and report its result."""
+        step, self._running = self._running, None
+        if step is not None:
+            report(self._finish(step))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step was started whose result has not been reported."""
+        return self._running is not None
+
+    def sure_to_run_s(self) -> float:
+        """How long it does no harm to look away from the step that runs: it will hardly end before."""
+        if self._running is None or not self._last_runs_s:
+            return 0.0
+        enough_s = min(_MOST_PATIENCE_S, min(self._last_runs_s) / 2)
+        return max(0.0, self._launched_s + enough_s - time.perf_counter())
+
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:
-        """Carry out one plan. Raises ProtocolError, after which the stream's state is undefined: `reset`."""
+        """One step from its plan to its result; none must be running. Raises as `submit`."""
+        assert self._running is None, "another step runs"
+        results: list[pb.StepResult] = []
+        self.submit(plan, results.append)
+        self.drain(results.append)
+        return results[0]
+
+    def _goes_ahead(self, plan: pb.StepPlan) -> bool:
+        """Whether a plan's graph can be built before the step that runs has ended."""
+        running, loaded = self._running, self._loaded
+        needs_tokens = loaded.layout is Layout.DENSE or loaded.reads_values
+        return running is None or not (needs_tokens or plan.resizes or running.may_draft)
+
+    def _build(self, plan: pb.StepPlan) -> RunningStep:
         started_s = time.perf_counter()
         tensors = self._configured()
         assert self._blocks is not None
@@ -147,17 +199,35 @@ class Engine:
             self._admit(message, self._blocks)
         self._blocks.move(plan.copies, plan.zeroes)
         skipped, slices = self._take_slices(plan, tensors, self._blocks)
-        result = pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped)
+        step = RunningStep(pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped), started_s, slices)
+        step.moves_blocks = bool(plan.copies or plan.zeroes)
         if slices:
-            forward_s = time.perf_counter()
-            self._forward(slices, tensors, result)
-            if all(span.samples and len(span.token_ids) <= 1 + 2 * span.num_drafts for _, span in slices):
-                num_rows = sum(len(span.token_ids) for _, span in slices)
-                self._speculation.cost.ran(num_rows, time.perf_counter() - forward_s)
-        elif plan.copies or plan.zeroes:
-            tensors.evaluate()
+            self._forward(step, tensors)
+            step.make_draw(self._grammars, is_early=True)
+        return step
+
+    def _launch(self, step: RunningStep) -> None:
+        self._launched_s = time.perf_counter()
+        step.fill_in()
+        step.make_draw(self._grammars)
+        if step.slices or step.moves_blocks:
+            self._configured().start(*step.outputs())
+        self._running = step
+        step.await_tokens()
+
+    def _finish(self, step: RunningStep) -> pb.StepResult:
+        tensors, result = self._configured(), step.result
+        tensors.finish()
+        wrong = step.report()
+        if step.has_drafts:
+            tensors.settle_drafts([each.sequence.block_tables for each in wrong])
+        self._report_drafts(step)
         ended_s = time.perf_counter()
-        result.timings.idle_s, result.timings.run_s = started_s - self._idle_since_s, ended_s - started_s
+        began_s = max(step.started_s, self._idle_since_s)
+        if step.slices and step.is_decoding:
+            self._speculation.cost.ran(step.num_rows, ended_s - began_s)
+        self._last_runs_s.append(ended_s - began_s)
+        result.timings.idle_s, result.timings.run_s = began_s - self._idle_since_s, ended_s - began_s
         result.memory.active_bytes = mx.get_active_memory()
         result.memory.peak_bytes = mx.get_peak_memory()
         result.memory.cache_bytes = mx.get_cache_memory()
@@ -234,53 +304,19 @@ class Engine:
             if opened and not tensors.is_state_group(group):
                 tensors.clear_values(group, [span.tables[group][span.end // size] for span in opened])
 
-    def _forward(self, slices: list[tuple[SequenceState, Span]], tensors: KVTensors, result: pb.StepResult) -> None:
-        spans = [span for _, span in slices]
+    def _forward(self, step: RunningStep, tensors: KVTensors) -> None:
+        """The graph up to the logits."""
+        spans = [span for _, span in step.slices]
         if self._loaded.layout is Layout.DENSE:
-            order, logits, pooled = self._run_one_by_one(spans, tensors)
+            order, step.logits, step.pooled = self._run_one_by_one(spans, tensors)
         else:
-            order, logits, pooled = self._run_together(spans, tensors)
-        if logits is None:
-            tensors.evaluate(*pooled)
-        else:
-            self._draw([slices[index] for index in order], logits, pooled, tensors, result)
+            step.batch, step.logits, step.pooled = self._run_together(spans, tensors)
+            order = step.batch.order
+        step.packed = [step.slices[index] for index in order]
         self._step.end()
-        for sequence, span in slices:
-            if not span.samples:
-                sequence.ran(span)
-            for index, block_hash in sequence.filled_blocks(span.start, sequence.num_certain):
-                result.filled_blocks.add(seq_id=sequence.seq_id, block_index=index, block_hash=block_hash)
-            if span.reading is not None and span.reading.is_complete(span):
-                sequence.has_ended = True
-                reading.report_complete(sequence.seq_id, span.reading, result)
 
-    def _draw(
-        self,
-        packed: list[tuple[SequenceState, Span]],
-        logits: mx.array,
-        pooled: list[mx.array],
-        tensors: KVTensors,
-        result: pb.StepResult,
-    ) -> None:
-        """The next tokens, and what the rows say of prompts. `logits` are those of the packed spans."""
-        of_drawing = reading.drawing_rows([span for _, span in packed])
-        verified = [rows_of(sequence, span) for sequence, span in packed if span.samples]
-        if len(of_drawing) < len(logits):
-            pooled.append(logits)
-        if verified:
-            drawing = logits if len(of_drawing) == len(logits) else logits[mx.array(of_drawing, mx.int32)]
-            rows = [row for each in verified for row in each.rows]
-            shaped = shape(drawing, [row.rules for row in rows], self._grammars)
-            draw = Draw(drawing, [row.sampling for row in rows], [row.position for row in rows], shaped)
-            tensors.evaluate(*draw.outputs, *pooled)
-            self._report_sampled(verified, draw, tensors, result)
-        else:
-            tensors.evaluate(*pooled)
-        if len(of_drawing) < len(logits):
-            reading.report_scores(packed, logits, result)
-
-    def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[list[int], mx.array | None, list[mx.array]]:
-        """All rows in one forward: the order of the spans, the logits of those that need them, and what was pooled."""
+    def _run_together(self, spans: list[Span], tensors: KVTensors) -> tuple[Batch, mx.array | None, list[mx.array]]:
+        """All rows in one forward: the packed spans, the logits of those that need them, and what was pooled."""
         batch = Batch(
             spans,
             block_size=tensors.block_size,
@@ -288,7 +324,7 @@ class Engine:
             allows_flat=self._loaded.layout is Layout.FLAT,
         )
         logits = self._run(batch, tensors)
-        return batch.order, logits, reading.pool_rows(batch, self._step.hidden)
+        return batch, logits, reading.pool_rows(batch, self._step.hidden)
 
     def _run_one_by_one(
         self, spans: list[Span], tensors: KVTensors
@@ -322,45 +358,14 @@ class Engine:
         self.caches.forget()
         return models.sampled_logits(logits, batch) if batch.sampled_rows else None
 
-    def _report_sampled(self, verified: list[Verified], draw: Draw, tensors: KVTensors, result: pb.StepResult) -> None:
-        drawn = draw.token_ids()
-        logprobs = draw.logprobs()
-        first, wrong = 0, []
-        for each in verified:
-            sequence, num_rows = each.sequence, len(each.rows)
-            if sequence.failure:
-                sequence.has_ended = True
-                result.sampled.add(seq_id=sequence.seq_id, failure=sequence.failure)
-                first += num_rows
-                continue
-            num_taken = 0
-            for row in each.true_rows(drawn[first : first + num_rows]):
-                token_id = drawn[first + row]
-                stopped = sequence.append_token(token_id)
-                sampled = result.sampled.add(seq_id=sequence.seq_id, token_id=token_id, stopped=stopped)
-                if first + row in logprobs:
-                    sampled.logprobs.CopyFrom(_logprobs_message(token_id, logprobs[first + row]))
-                num_taken += 1
-            each.num_accepted = num_taken - 1
-            if not sequence.ran(each.span, each.num_accepted):
-                wrong.append(sequence.block_tables)
-            first += num_rows
-        tensors.settle_drafts(wrong)
-        self._report_drafts(verified, result)
-
-    def _report_drafts(self, verified: list[Verified], result: pb.StepResult) -> None:
-        for each in verified:
+    def _report_drafts(self, step: RunningStep) -> None:
+        for each in step.verified:
             sequence, drafting = each.sequence, each.sequence.drafting
             num_wanted = 0
             if drafting is not None and not sequence.has_ended:
                 drafting.follow(each.span.num_drafts, each.num_accepted)
-                num_wanted = self._speculation.num_wanted(sequence, len(verified))
+                num_wanted = self._speculation.num_wanted(sequence, len(step.verified))
             if each.drafts or num_wanted or (drafting is not None and drafting.num_wanted):
-                result.speculated.add(seq_id=sequence.seq_id, num_drafts=len(each.drafts), num_wanted=num_wanted)
+                step.result.speculated.add(seq_id=sequence.seq_id, num_drafts=len(each.drafts), num_wanted=num_wanted)
             if drafting is not None:
                 drafting.num_wanted = num_wanted
-
-
-def _logprobs_message(token_id: int, logprobs: RowLogprobs) -> sampling_pb2.TokenLogprobs:
-    top = [sampling_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
-    return sampling_pb2.TokenLogprobs(token_id=token_id, logprob=logprobs.logprob, top=top)

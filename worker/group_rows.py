@@ -6,6 +6,7 @@ Layers of a group share block tables; what a token sees (`Reach`) may still diff
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Protocol
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.batch_index import pool_rows
+from worker.block_runs import BlockRuns, find_runs
 from worker.kv_shapes import FULL_REACH, Reach
 from worker.metal.decode_plan import DecodePlan
 from worker.metal.pool_writer import Slots
@@ -44,6 +46,9 @@ class DecodeGroup:
 
     Shapes: `block_tables [rows, max_blocks]`, `context_lens [rows]`, `mask [rows, 1, 1, max_blocks * block_size]`.
     No mask where every row fills its blocks.
+
+    With `rows_per_sequence` above 1, as many rows one after another share one block table, `[rows / rows_per_sequence,
+    max_blocks]`: only a kernel takes such a group.
     """
 
     first: int
@@ -53,6 +58,7 @@ class DecodeGroup:
     block_size: int
     num_hidden: NDArray[np.int32] | None = None
     is_sharing: bool = False
+    rows_per_sequence: int = 1
     # Of kernels, by what they depend on beside the group.
     plans: dict[tuple[int, ...], DecodePlan] = field(default_factory=dict)
     _gather: dict[int, mx.array] = field(default_factory=dict)
@@ -74,6 +80,12 @@ class DecodeGroup:
         if self.num_hidden is not None:
             mask &= slots >= self.num_hidden[:, None]
         return mx.array(mask[:, None, None, :])
+
+    @cached_property
+    def runs(self) -> BlockRuns | None:
+        """Where the blocks of a lone row lie in a row, so that plain attention needs no copy of them."""
+        is_plain = len(self.context_lens) == 1 and self.num_hidden is None
+        return find_runs(self.block_tables[0]) if is_plain else None
 
     def gather_index(self, num_kv_heads: int) -> mx.array:
         """Pool rows of every key of the group, `[rows, num_kv_heads, max_blocks]`."""
@@ -130,7 +142,7 @@ class GroupRows:
     """Decode groups, prefill spans and where the step's keys go. `spans` are in the batch's order, decodes first.
 
     `skips`: blocks of each span that belong to `shared`. `decodes_together`: all decode rows form one group, for a
-    kernel that minds each row's own length.
+    kernel that minds each row's own length; and so may the rows of the first `num_verified` spans after them.
     """
 
     def __init__(
@@ -143,6 +155,7 @@ class GroupRows:
         shared: SharedPrefix | None = None,
         skips: Sequence[int] = (),
         decodes_together: bool = False,
+        num_verified: int = 0,
     ) -> None:
         self.block_size = block_size
         self.reach = reach
@@ -150,7 +163,9 @@ class GroupRows:
         self._spans = spans
         self._num_decodes = num_decodes
         self._decodes_together = decodes_together
+        self._num_verified = num_verified
         self._skips = skips or [0] * len(spans)
+        self._verify_groups: dict[bool, list[DecodeGroup]] = {}
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
@@ -167,6 +182,26 @@ class GroupRows:
                 groups.append(self._decode_group(first, row, firsts, max(sizes[first:row])))
                 first = row
         return groups
+
+    def verify_groups(self, *, shares_loads: bool) -> list[DecodeGroup]:
+        """Rows of the verified spans as decode rows, by their number a span.
+
+        `shares_loads`: those of a span share a block table, and a kernel's loads; else each has its own. Same bits.
+        """
+        if shares_loads not in self._verify_groups:
+            groups, first = [], self._num_decodes
+            spans = self._spans[self._num_decodes : self._num_decodes + self._num_verified]
+            for num_rows, run in groupby(spans, key=lambda span: span.end - span.start):
+                alike = list(run)
+                groups.append(self._verify_group(first, alike, num_rows, shares_loads=shares_loads))
+                first += num_rows * len(alike)
+            self._verify_groups[shares_loads] = groups
+        return self._verify_groups[shares_loads]
+
+    @cached_property
+    def chunks(self) -> list[PrefillSpan]:
+        """The prefills that are no decode rows of a kernel."""
+        return self.prefills[self._num_verified :]
 
     @cached_property
     def prefills(self) -> list[PrefillSpan]:
@@ -205,9 +240,9 @@ class GroupRows:
 
     @cached_property
     def prefill_rows(self) -> PrefillRows:
-        """All prefill spans, for a kernel that takes them together."""
-        spans = self.prefills
-        limits = [self._num_decodes, *(span.last for span in spans)]
+        """All chunks, for a kernel that takes them together. There must be one."""
+        spans = self.chunks
+        limits = [spans[0].first, *(span.last for span in spans)]
         return PrefillRows(limits, [span.end for span in spans], [span.block_table for span in spans])
 
     def _first_block(self, span: RowSpan) -> int:
@@ -232,6 +267,26 @@ class GroupRows:
             hidden = np.array([self.reach.first_needed(span.start) for span in spans], np.int32) - starts
             num_hidden = hidden if hidden.any() else None
         return DecodeGroup(first, last, tables, lens, size, num_hidden, is_sharing=self._skips[first] > 0)
+
+    def _verify_group(self, first: int, spans: Sequence[RowSpan], num_rows: int, *, shares_loads: bool) -> DecodeGroup:
+        """Of spans with `num_rows` rows each, the first of them at row `first`."""
+        size = self.block_size
+        heads = [span.table[self._first_block(span) : _num_blocks(span.end, size)] for span in spans]
+        tables = np.zeros((len(spans), max(map(len, heads))), np.int32)
+        for row, head in zip(tables, heads, strict=True):
+            row[: len(head)] = head
+        positions = np.array([range(span.start, span.end) for span in spans], np.int32)
+        starts = np.array([[self._first_block(span)] for span in spans], np.int32) * size
+        hidden = [[self.reach.first_needed(position) for position in range(span.start, span.end)] for span in spans]
+        return DecodeGroup(
+            first,
+            first + num_rows * len(spans),
+            tables if shares_loads else np.repeat(tables, num_rows, axis=0),
+            (positions + 1 - starts).reshape(-1),
+            size,
+            num_hidden=(np.array(hidden, np.int32) - starts).reshape(-1),
+            rows_per_sequence=num_rows if shares_loads else 1,
+        )
 
 
 class HasPositions(Protocol):

@@ -1,11 +1,14 @@
 """Small questions to mlx-lm's modules."""
 
 import inspect
+import re
+import sys
 from collections.abc import Iterator
 
 from mlx.nn.layers.base import Module
 
 _PREFIX = "mlx_lm.models."
+_READS = re.compile(r"\bnp\.array\(|\.tolist\(|\.item\(|\bmx\.(async_)?eval\(")
 
 
 def family_of(model: Module) -> str:
@@ -21,6 +24,23 @@ def qualified_name(cls: type) -> str:
 def takes_cache(cls: type) -> bool:
     """Whether it is a class of mlx-lm whose call has a parameter `cache`."""
     return cls.__module__.startswith(_PREFIX) and "cache" in inspect.signature(cls.__call__).parameters
+
+
+def reads_values(model: Module) -> bool:
+    """Whether the model may look at numbers while its graph is built, as a mixture in Python does at who goes where.
+
+    By the source of the modules that its classes are from; one whose source can't be had is taken to.
+    """
+    modules = {type(module).__module__ for module in model.modules()}  # type: ignore[no-untyped-call]
+    return any(_reads_values(name) for name in modules if not name.startswith("mlx.nn."))
+
+
+def _reads_values(module: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return True
+    return _READS.search(source) is not None
 
 
 def children_of(module: Module) -> Iterator[Module]:

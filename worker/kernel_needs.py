@@ -107,8 +107,13 @@ def _watch(cache: PagedCache, seen: _Seen, block_size: int) -> None:
         return attend(queries, keys, values, scale, extras)
 
     def noted_latent(queries: mx.array, rotary_queries: mx.array, scale: float) -> mx.array:
-        widths, bits = (shape.head_dim, shape.value_head_dim), shape.quantization.bits if shape.quantization else 0
-        seen.needs[LatentNeeds(queries.shape[1], *widths, shape.dtype, block_size, bits)] = None
+        stored = shape.quantization or Quantization(0, 32)
+        seen.needs[
+            LatentNeeds(
+                *(queries.shape[1], shape.head_dim, shape.value_head_dim, shape.dtype),
+                *(block_size, stored.bits, stored.group_size),
+            )
+        ] = None
         return attend_latent(queries, rotary_queries, scale)
 
     cache.attend = noted  # type: ignore[method-assign]

@@ -65,14 +65,27 @@ class KVTensors:
         """Bytes of the pools when every block is in use."""
         return self._arrays.pool_bytes()
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some caches are recurrent states."""
+        return bool(self._states)
+
     def is_state_group(self, group: int) -> bool:
         """Whether its blocks are states."""
         return isinstance(self.caches[self.groups[group].caches[0]], StateShape)
 
-    def evaluate(self, *outputs: mx.array) -> None:
-        """Compute `outputs` and all pending writes; the one evaluation of a step."""
+    def start(self, *outputs: mx.array) -> None:
+        """Begin to compute `outputs` and all pending writes; the one evaluation of a step."""
         self._writer.commit(*outputs, *(array for state in self._states.values() for array in state.arrays()))
+
+    def finish(self) -> None:
+        """Wait for what was started."""
         self._writer.finish()
+
+    def evaluate(self, *outputs: mx.array) -> None:
+        """Compute `outputs` and all pending writes now."""
+        self.start(*outputs)
+        self.finish()
 
     def reserve(self, group: int, block_id: int) -> None:
         """Make a block addressable; between steps only."""

@@ -84,6 +84,8 @@ class LoadedModel:
     runs_over_slots: bool
     # Whether queries may be turned by the launch that turns their keys.
     fuses_rope: bool
+    # Whether its graph may depend on the tokens' values.
+    reads_values: bool
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -180,6 +182,7 @@ def adapt(model: Module, config: Mapping[str, Any], defaults: SamplingDefaults |
         caches=caches,
         runs_over_slots=all(runs_over_slots(cls) for cls, how in treatments.items() if how is Treatment.SPLIT),
         fuses_rope=_fuses_rope(treatments),
+        reads_values=inspection.reads_values(model),
         vocab_size=vocab_size,
         max_model_len=next((int(text_config[k]) for k in _CONTEXT_KEYS if text_config.get(k)), _DEFAULT_CONTEXT_TOKENS),
         eos_token_ids=_token_ids(config.get("eos_token_id", text_config.get("eos_token_id"))),

@@ -14,6 +14,7 @@ from worker.cascade import cascade_attention
 from worker.group_rows import GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
 from worker.metal import prefill, twins
+from worker.metal.decode_plan import may_share_loads
 from worker.metal.dispatch import Kernels
 from worker.metal.kv_pools import KVPool
 from worker.metal.prefill_rows import PrefillOptions
@@ -25,7 +26,8 @@ from worker.odd_attention import Extras
 class LayerCall:
     """One layer's attention in one step. `scale` is that of the scores.
 
-    `is_plain`: the layer attends as plain kernels do, but perhaps for its reach.
+    `is_plain`: the layer attends as plain kernels do, but perhaps for its reach. `has_states`: other layers of the
+    model are recurrent.
     """
 
     shape: LayerShape
@@ -35,6 +37,7 @@ class LayerCall:
     scale: float
     extras: Extras
     is_plain: bool
+    has_states: bool = False
 
 
 def attends_to_fresh_keys(call: LayerCall) -> bool:
@@ -59,7 +62,10 @@ def attend(call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, *, 
     if rows.shared is not None:
         return cascade_attention(queries, keys, values, rows, heads, call.scale)
     pools, outputs = (keys, values), []
-    for group in rows.decode_groups:
+    verified = rows.verify_groups(shares_loads=_shares_loads(call)) if batch.num_verified else []
+    if verified and batch.is_flat:
+        queries = queries.transpose(2, 1, 0, 3)
+    for group in [*rows.decode_groups, *verified]:
         part = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]
         if kernels.decode is not None:
             soft_cap, sinks = call.extras.soft_cap or 0.0, call.extras.sinks
@@ -71,7 +77,9 @@ def attend(call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, *, 
             outputs.append(twins.paged_decode(part, *pools, group, heads, call.scale))
         else:
             outputs.append(odd_attention.decode(part, pools, group, heads, call.scale, call.extras))
-    if kernels.prefill is not None and rows.prefills:
+    if verified and batch.is_flat:
+        return outputs[0].transpose(2, 1, 0, 3)
+    if kernels.prefill is not None and rows.chunks:
         outputs.append(_prefill_by_kernel(call, queries, keys, values, after))
     else:
         outputs += _prefills(call, queries, pools)
@@ -88,24 +96,38 @@ def attend_latent(
     rows, kernels, scale, latent_dim = call.rows, call.kernels, call.scale, queries.shape[-1]
     queries = mx.concatenate([queries, rotary * (1.0 / scale)], axis=-1)
     outputs = []
-    for group in rows.decode_groups:
+    verified = rows.verify_groups(shares_loads=False) if call.batch.num_verified else []
+    for group in [*rows.decode_groups, *verified]:
         part = queries if queries.shape[0] == group.last - group.first else queries[group.first : group.last]
-        if kernels.latent_decode is not None and isinstance(latents, mx.array):
+        if kernels.latent_decode is not None:
             part = part.astype(latents.dtype)
             output = kernels.latent_decode.decode_latent(part, latents, latent_dim, group, scale, after=after)
             outputs.append(output.astype(queries.dtype))
         else:
             outputs.append(odd_attention.latent_decode(part, latents, latent_dim, group, scale))
-    for span in rows.prefills:
-        part = queries[span.first : span.last].transpose(2, 1, 0, 3)
-        output = odd_attention.latent_prefill(part, latents, latent_dim, span, scale)
-        outputs.append(output.transpose(2, 1, 0, 3))
+    if kernels.latent_prefill is not None and rows.chunks:
+        by_block = latents.reshape(-1, 1, *latents.shape[1:]) if isinstance(latents, mx.array) else latents
+        packed = queries[:, :, 0].astype(latents.dtype)
+        output = kernels.latent_prefill.latent(packed, by_block, latent_dim, rows.prefill_rows, _options(call), after)
+        outputs.append(output.astype(queries.dtype)[:, :, None])
+    else:
+        for span in rows.chunks:
+            part = queries[span.first : span.last].transpose(2, 1, 0, 3)
+            output = odd_attention.latent_prefill(part, latents, latent_dim, span, scale)
+            outputs.append(output.transpose(2, 1, 0, 3))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _shares_loads(call: LayerCall) -> bool:
+    """Whether verified rows of a sequence share loads, rather than that each reads for itself."""
+    return call.kernels.shares_verify_loads and may_share_loads(
+        call.shape.head_dim, has_recurrent_layers=call.has_states
+    )
 
 
 def _prefills(call: LayerCall, queries: mx.array, pools: odd_attention.Pools) -> list[mx.array]:
     batch, heads, outputs = call.batch, call.shape.num_kv_heads, []
-    for span in call.rows.prefills:
+    for span in call.rows.chunks:
         part = queries if batch.is_flat else queries[span.first : span.last].transpose(2, 1, 0, 3)
         if call.is_plain and isinstance(span.mask, str):
             output = twins.paged_prefill(part, *pools, span, heads, call.scale)
@@ -120,19 +142,25 @@ def _prefill_by_kernel(
 ) -> mx.array:
     """All prefill rows: `[rows, heads, 1, head_dim]`, or `[1, heads, rows, head_dim]` in a flat step."""
     assert call.kernels.prefill is not None
-    is_flat, reach = call.batch.is_flat, call.shape.reach
-    options = PrefillOptions(
+    is_flat = call.batch.is_flat
+    packed = queries[0].swapaxes(0, 1) if is_flat else queries[:, :, 0]
+    keys, values = (
+        pool.reshape(-1, call.shape.num_kv_heads, *pool.shape[1:]) if isinstance(pool, mx.array) else pool
+        for pool in (keys, values)
+    )
+    output = call.kernels.prefill(
+        packed.astype(keys.dtype), keys, values, call.rows.prefill_rows, _options(call), after
+    )
+    output = output.astype(queries.dtype)
+    return output.swapaxes(0, 1)[None] if is_flat else output[:, :, None]
+
+
+def _options(call: LayerCall) -> PrefillOptions:
+    reach = call.shape.reach
+    return PrefillOptions(
         call.scale,
         window=reach.size if reach.kind is ReachKind.WINDOW else 0,
         chunk=reach.size if reach.kind is ReachKind.CHUNK else 0,
         softcap=call.extras.soft_cap or 0.0,
         sinks=call.extras.sinks,
     )
-    packed = queries[0].swapaxes(0, 1) if is_flat else queries[:, :, 0]
-    keys, values = (
-        pool.reshape(-1, call.shape.num_kv_heads, *pool.shape[1:]) if isinstance(pool, mx.array) else pool
-        for pool in (keys, values)
-    )
-    output = call.kernels.prefill(packed.astype(keys.dtype), keys, values, call.rows.prefill_rows, options, after)
-    output = output.astype(queries.dtype)
-    return output.swapaxes(0, 1)[None] if is_flat else output[:, :, None]

@@ -55,6 +55,7 @@ def _needs(options: argparse.Namespace, dtype: "mx.Dtype") -> list[object]:
             needs.append(AttentionNeeds(*heads, head_dim, dtype, bits=options.bits))
     return [
         *needs,
+        AttentionNeeds(*heads, 192, dtype, value_dim=128),
         LatentNeeds(16, 512, 64, dtype),
         GatedDeltaShape(4, 8, 128, 128, dtype),
         Mamba2Shape(8, 1, 64, 128, dtype, (0.0, float("inf"))),
@@ -65,7 +66,7 @@ def _needs(options: argparse.Namespace, dtype: "mx.Dtype") -> list[object]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="cidery worker selftest", description=__doc__)
     parser.add_argument(
-        "--head-dim", type=int, nargs="+", default=[64, 128], help="elements of an attention head  [64 128]"
+        "--head-dim", type=int, nargs="+", default=[64, 128, 256], help="elements of an attention head  [64 128 256]"
     )
     parser.add_argument("--num-heads", type=int, default=8, help="query heads  [8]")
     parser.add_argument("--num-kv-heads", type=int, default=2, help="KV heads  [2]")

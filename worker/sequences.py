@@ -34,6 +34,8 @@ class SequenceState:
         self.token_ids: list[int] = list(message.token_ids)
         self.block_tables: list[list[int]] = [[] for _ in layout.is_state]
         self.has_ended = False
+        # A step that has not ended will draw its next token.
+        self.awaits_token = False
         self._layout = layout
         self._block_size = layout.block_size
         self._root = root
@@ -94,7 +96,7 @@ class SequenceState:
 
     def span(self, piece: Slice, drafts: Sequence[int] = ()) -> Span:
         """The slice's tokens with `drafts` behind them, and the blocks under them."""
-        start, known = piece.start, len(self.token_ids)
+        start, known = piece.start, len(self.token_ids) + self.awaits_token
         end = start + piece.num_tokens
         if self.is_open(piece):
             if start < known - 1:
@@ -117,7 +119,8 @@ class SequenceState:
                 raise self._bad_slice(start, end, problem)
         main = self._layout.main_group
         table = [] if main is None else self.block_tables[main]
-        token_ids = [*self.token_ids[start:end], *drafts]
+        is_late = self.awaits_token and end == known
+        token_ids = [*self.token_ids[start:end], *drafts, *[0] * is_late]
         if self.reading is None:
             return Span(
                 token_ids,
@@ -127,6 +130,7 @@ class SequenceState:
                 self.block_tables,
                 adapter=self.adapter,
                 num_drafts=len(drafts),
+                is_late=is_late,
             )
         scored = self.reading.scored_positions(start, end)
         if scored and scored.stop != end + 1 - piece.samples:
@@ -142,6 +146,7 @@ class SequenceState:
             len(scored) + piece.samples if scored else 0,
             self.adapter,
             len(drafts),
+            is_late,
         )
 
     def ran(self, span: Span, num_accepted: int = 0) -> bool:

@@ -53,7 +53,7 @@ class Verified:
 
 def rows_of(sequence: SequenceState, span: Span) -> Verified:
     """The rows of a span that samples."""
-    first = len(sequence.token_ids)
+    first = span.end - len(span.drafts)
     rules: list[RowRules | None] = [None] * (1 + len(span.drafts))
     if sequence.rules is not None:
         rules = list(sequence.rules.along(span.drafts))

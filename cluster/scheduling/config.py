@@ -16,6 +16,8 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_chunk_tokens: int = 256
+    # Seconds: beside rows that decode, prompts get no more tokens than such a step has time for (`pace`).
+    target_step_s: float = 0.5
     # Of one step: rows whose logits are kept for the log-probabilities of prompts, a vocabulary's worth of memory each.
     max_scored_tokens: int = 128
     # Waiting requests; running ones are not counted.
@@ -39,3 +41,5 @@ class SchedulerConfig:
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not self.target_step_s > 0:
+            raise ValueError(f"target_step_s must be positive, got {self.target_step_s}")

@@ -15,6 +15,8 @@ class PlanInFlight:
 
     step_id: int
     num_tokens: int
+    # Of them, those of prompts.
+    num_prefill_tokens: int
     # One past the last position, by sequence, of each slice that does not sample.
     ends: Mapping[int, int]
     # Drafts allowed, by sequence, of each slice that samples.
@@ -51,6 +53,7 @@ class PlansInFlight:
             PlanInFlight(
                 plan.step_id,
                 num_tokens=sum(s.num_tokens for s in plan.slices),
+                num_prefill_tokens=sum(s.num_tokens for s in plan.slices if s.num_tokens > 1),
                 ends={s.seq_id: s.start + s.num_tokens for s in plan.slices if not s.samples},
                 max_drafts={s.seq_id: s.max_drafts for s in plan.slices if s.samples},
                 checkpoints=checkpoints,

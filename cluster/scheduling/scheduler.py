@@ -120,6 +120,7 @@ class Scheduler:
             if seq_id in self._roster.by_seq:
                 raise ProtocolError(f"step {result.step_id} skipped sequence {seq_id}, which has not stopped")
         self._roster.drain.step_ran(plan.num_tokens, result.run_s)
+        self._planner.pace.step_ran(plan.num_prefill_tokens, result.run_s)
         tokens = by_sequence(result.sampled)
         # Before the tokens: a request that ends here leaves its blocks findable.
         self._confirm(plan, result, tokens)

@@ -13,6 +13,7 @@ from cluster.kv.sequence import NO_HIT, ComputedBlocks, GroupBlocks
 from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.drafts import max_drafts
 from cluster.scheduling.live import LiveRequest, priorities_among
+from cluster.scheduling.pace import StepPace
 from cluster.scheduling.plan import Slice
 from cluster.scheduling.resume_points import points_of, tokens_until_stop
 from cluster.scheduling.roster import Roster
@@ -33,6 +34,7 @@ class StepPlanner:
         self._config = config
         self._roster = roster
         self._waits_for_sibling = partial(waits_for_state if kv.has_states else waits_for_blocks, kv.layout.block_size)
+        self.pace = StepPace(config.target_step_s)
         # Over first admissions.
         self.num_queried_tokens = 0
         self.num_cached_tokens = 0
@@ -41,6 +43,8 @@ class StepPlanner:
         """All rows of one step."""
         prefilling = self._plan_decodes(step)
         budget = self._config.max_num_batched_tokens - len(step.slices) - sum(s.max_drafts for s in step.slices)
+        if step.slices:
+            budget = self.pace.max_prefill_tokens(budget)
         budget = self._plan_prefills(prefilling, budget, step)
         if self._roster.waiting:
             self._admit(budget, step, now_s)

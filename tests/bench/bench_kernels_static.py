@@ -27,7 +27,7 @@ from tests.msl_host.launch import LaunchRecord
 from worker.metal.decode_plan import plan_verify, seen_ranges
 from worker.metal.kv_pools import slot_bytes_of
 from worker.metal.paged_decode import PagedDecode, choose_launch, cut_for
-from worker.metal.paged_prefill import PagedPrefill, tile_shape
+from worker.metal.paged_prefill import PagedPrefill, TileShape, WideShape, shape_for
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
 from worker.metal.quantized import QuantizedPool
 
@@ -107,7 +107,9 @@ class Decode:
 @dataclass(frozen=True)
 class Prefill:
     """The last `queries` tokens of a context of `context` tokens, by tiles. KV heads don't share anything, so one says
-    what each does."""
+    what each does. `values`: their width, where it is not that of keys. `latent`: values are the first so many elements
+    of the keys.
+    """
 
     heads: int
     kv_heads: int
@@ -116,46 +118,66 @@ class Prefill:
     context: int
     window: int = 0
     bits: int = 0
+    values: int = 0
+    latent: int = 0
     dtype: mx.Dtype = mx.float16
 
     def __str__(self) -> str:
-        extras = {"window": self.window, "bits": self.bits}
+        extras = {"window": self.window, "bits": self.bits, "values": self.values}
         shape = f"{self.heads} heads, GQA {self.heads // self.kv_heads}, D {self.head_dim}"
         shape = f"{shape}, {self.queries} of {self.context} tokens"
-        return ", ".join([f"prefill, {shape}", *(f"{name} {value}" for name, value in extras.items() if value)])
+        kind = "latent prefill" if self.latent else "prefill"
+        return ", ".join([f"{kind}, {shape}", *(f"{name} {value}" for name, value in extras.items() if value)])
 
     @property
     def num_tokens(self) -> int:
         """As many as a decode of a like cost has."""
         return self.heads * self.queries * (self.window or self.context) // 64
 
+    def tile(self) -> "TileShape | WideShape":
+        """The kernel's."""
+        value_dim = self.latent or self.values or self.head_dim
+        return shape_for(self.head_dim, value_dim, self.dtype, is_latent=self.latent > 0)
+
     def reaches(self) -> list[tuple[int, int]]:
-        """Keys `[first, end)` of one KV head that each tile must read: from what its first token sees to its last."""
-        tokens = tile_shape(self.head_dim, self.dtype).rows * self.kv_heads // self.heads
-        starts = range(self.context - self.queries, self.context, tokens)
-        return [
-            (max(0, start - self.window + 1) if self.window else 0, min(start + tokens, self.context))
-            for start in starts
-        ]
+        """Keys `[first, end)` of one KV head that each tile must read: from what its first row sees to its last."""
+        shared, start = self.heads // self.kv_heads, self.context - self.queries
+        reaches = []
+        for row in range(0, self.queries * shared, self.tile().rows):
+            first, last = (
+                start + row // shared,
+                start + (min(row + self.tile().rows, self.queries * shared) - 1) // shared,
+            )
+            reaches.append((max(0, first - self.window + 1) if self.window else 0, last + 1))
+        return reaches
 
     def run(self) -> Row:
         num_blocks = -(-self.context // BLOCK_SIZE)
         table = np.random.RandomState(7).permutation(num_blocks).astype(np.int32)
-        shape = (num_blocks, self.kv_heads, BLOCK_SIZE, self.head_dim)
-        keys, values = (_pool(shape, self.dtype, self.bits, seed) for seed in (1, 2))
+        widths = (self.head_dim, self.latent or self.values or self.head_dim)
+        shapes = [(num_blocks, self.kv_heads, BLOCK_SIZE, width) for width in widths]
+        keys, values = (_pool(shape, self.dtype, self.bits, seed) for seed, shape in enumerate(shapes, 1))
         queries = mx.random.normal((self.queries, self.heads, self.head_dim), key=mx.random.key(3)).astype(self.dtype)
         rows = PrefillRows([0, self.queries], [self.context], [table])
         host = MslHost(count_lines=True, cpu_seconds=1800)
-        PagedPrefill(host)(queries, keys, values, rows, PrefillOptions(0.1, window=self.window))
-        tile = tile_shape(self.head_dim, self.dtype)
+        kernel, options = PagedPrefill(host), PrefillOptions(0.1, window=self.window)
+        if self.latent:
+            assert isinstance(keys, mx.array)
+            kernel.latent(queries, keys, self.latent, rows, options)
+        else:
+            kernel(queries, keys, values, rows, options)
+        tile = self.tile()
         (record,) = host.records
         bits = self.bits or self.dtype.size * 8
-        needed = 2 * self.kv_heads * sum(end - first for first, end in self.reaches()) * self.head_dim * bits // 8
+        width = self.head_dim if self.latent else sum(widths)
+        needed = self.kv_heads * sum(end - first for first, end in self.reaches()) * width * bits // 8
         read = sum(b.bytes_read for name, b in record.buffers.items() if name.endswith(("_pool", "_packed")))
         num_tiles = self.kv_heads * sum(-(-end // tile.keys) - first // tile.keys for first, end in self.reaches())
         return counts(host.records, 0) | {
             "read_per_needed_byte": read / needed,
             "barriers_per_tile": round(record.threadgroup_barriers / num_tiles, 3),
+            "keys_per_tile": tile.keys,
+            "rows_per_tile": tile.rows,
         }
 
 
@@ -219,6 +241,9 @@ CASES: list[Case] = [
     Prefill(4, 1, 128, 512, 4096),
     Prefill(8, 1, 64, 512, 4096),
     Prefill(2, 1, 256, 512, 4096),
+    Prefill(2, 1, 512, 256, 2048),
+    Prefill(4, 1, 192, 512, 4096, values=128),
+    Prefill(16, 1, 576, 64, 4096, latent=512),
     Prefill(4, 1, 128, 512, 4096, window=1024),
     Prefill(4, 1, 128, 512, 4096, bits=8),
 ]

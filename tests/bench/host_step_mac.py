@@ -1,8 +1,10 @@
 """The two sides of the host benchmark: a Mac that notes the parts of its steps, and mlx-lm's batch cache."""
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -11,11 +13,13 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.cache import BatchKVCache
 
 from cluster import wire
-from cluster.scheduling.plan import StepPlan, StepResult
+from cluster.scheduling.plan import StepPlan
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from tests.golden.in_process import InProcessMac
 from worker import attention, machine, models
 from worker.models import LoadedModel
+
+Result = TypeVar("Result")
 
 
 def make_model(config: dict[str, Any]) -> Module:
@@ -75,39 +79,41 @@ class TimedMac(InProcessMac):
         super().__init__(*args, **options)
         self._parts: dict[str, float] = {}
         tensors = self.engine._configured()
-        self._evaluate = tensors.evaluate
-        tensors.evaluate = self._note_evaluation  # type: ignore[method-assign]
-        self._graph_end_s = self._report_start_s = 0.0
+        # Evaluating is neither graph nor report, but lies among both.
+        tensors.start = self._noted("evaluate_ms", tensors.start)  # type: ignore[method-assign]
+        tensors.finish = self._noted("evaluate_ms", tensors.finish)  # type: ignore[method-assign]
+        self.engine._finish = self._noted("report_ms", self.engine._finish)  # type: ignore[method-assign]
 
     def timed_step(self) -> dict[str, float]:
-        """One step: from asking for a plan to the end of its result."""
-        self._parts = {}
+        """One step: from asking for a plan to the end of the result before."""
+        self._parts = dict.fromkeys(("wire_ms", "graph_ms", "report_ms", "evaluate_ms"), 0.0)
         started_s = time.thread_time()
         self.step()
         total_s = time.thread_time() - started_s
         # What is neither message nor engine is the scheduler: the plan, and the result before it.
         return self._parts | {"schedule_ms": total_s - sum(self._parts.values())}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> None:
         """As on a Mac: the plan goes to the worker as bytes, and so does the result come back."""
-        at = time.thread_time()
-        message = pb.StepPlan.FromString(wire.plan_to_proto(plan).plan.SerializeToString())
-        planned_s = time.thread_time()
-        result = self.engine.execute(message)
-        executed_s = time.thread_time()
-        answer = wire.result_from_proto(pb.StepResult.FromString(result.SerializeToString()))
-        self._parts |= {
-            "wire_ms": planned_s - at + time.thread_time() - executed_s,
-            "graph_ms": self._graph_end_s - planned_s,
-            "report_ms": executed_s - self._report_start_s,
-            "evaluate_ms": self._report_start_s - self._graph_end_s,
-        }
-        return answer
+        message = self._timed("wire_ms", self._sent, plan)
+        self._timed("graph_ms", self.engine.submit, message, self._report)
 
-    def _note_evaluation(self, *outputs: mx.array) -> None:
-        self._graph_end_s = time.thread_time()
-        self._evaluate(*outputs)
-        self._report_start_s = time.thread_time()
+    def _sent(self, plan: StepPlan) -> pb.StepPlan:
+        return pb.StepPlan.FromString(wire.plan_to_proto(plan).plan.SerializeToString())
+
+    def _report(self, result: pb.StepResult) -> None:
+        self._timed("wire_ms", super()._report, result)
+
+    def _noted(self, part: str, function: Callable[..., Result]) -> Callable[..., Result]:
+        return functools.partial(self._timed, part, function)
+
+    def _timed(self, part: str, function: Callable[..., Result], *args: Any) -> Result:
+        """Its time, without that of other parts in it."""
+        before_s, started_s = sum(self._parts.values()), time.thread_time()
+        result = function(*args)
+        others_s = sum(self._parts.values()) - before_s
+        self._parts[part] = self._parts.get(part, 0.0) + time.thread_time() - started_s - others_s
+        return result
 
 
 def peer_graphs(config: dict[str, Any], num_rows: int, num_tokens: int, num_steps: int) -> list[float]:

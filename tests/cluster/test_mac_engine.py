@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster import mac_engine
+from cluster import worker_process
 from cluster.config import MacConfig, ModelConfig, bundled_model
 from cluster.mac_engine import MacEngine
 from cluster.routing.speed import StepSample
+from cluster.worker_process import receive_in_time
 from protos.cidery.worker.v1 import worker_pb2
 
 
@@ -26,26 +27,28 @@ class SlowWorker:
 
 
 @pytest.fixture
-def engine(monkeypatch, tmp_path):
-    monkeypatch.setattr(mac_engine, "_STEP_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(mac_engine, "_WATCH_PERIOD_S", 0.05)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(worker_process, "_STEP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(worker_process, "_WATCH_PERIOD_S", 0.05)
+
+
+@pytest.fixture
+def engine(tmp_path):
     config = MacConfig(ModelConfig(bundled_model(), "tiny"))
     return MacEngine("mac-1", config, Path(bundled_model()), tmp_path / "log", lambda: None)
 
 
-async def test_a_step_that_takes_too_long_ends_the_worker(engine):
-    engine._in_flight = {7: StepSample(0, 0.0, 1, 5, 0.0)}
-    assert await engine._next_message(SlowWorker(60)) is None
+async def test_a_step_that_takes_too_long_ends_the_worker(short_waits):
+    assert await receive_in_time(SlowWorker(60), lambda: True) is None
 
 
-async def test_a_step_in_time_is_waited_for(engine):
-    engine._in_flight = {7: StepSample(0, 0.0, 1, 5, 0.0)}
-    message = await engine._next_message(SlowWorker(0.1))
+async def test_a_step_in_time_is_waited_for(short_waits):
+    message = await receive_in_time(SlowWorker(0.1), lambda: True)
     assert message.result.step_id == 7
 
 
-async def test_a_worker_with_nothing_to_do_is_never_too_slow(engine):
-    message = await engine._next_message(SlowWorker(0.5))
+async def test_a_worker_with_nothing_to_do_is_never_too_slow(short_waits):
+    message = await receive_in_time(SlowWorker(0.5), lambda: False)
     assert message.result.step_id == 7
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from cluster import wire
@@ -16,6 +17,7 @@ from cluster.scheduling.config import SchedulerConfig
 from cluster.scheduling.plan import StepPlan, StepResult
 from cluster.scheduling.request import Finish, Reading, Request, SamplingParams, Speculation, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler
+from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker import kv_quantization, models
 from worker.draft import DraftModel
 from worker.engine import Engine
@@ -130,6 +132,8 @@ class InProcessMac:
         self.answers: dict[str, Answer] = {}
         self.results: deque[StepResult] = deque()
         self.max_plans_in_flight = max_plans_in_flight
+        # On the harness a kernel runs when it is called: no graph may be built before its tokens are known.
+        self._builds_ahead = kernels.name == "mlx" or mx.metal.is_available()
         self.now_s = 0.0
         self.num_steps = 0
         self.num_resizes = 0
@@ -180,23 +184,34 @@ class InProcessMac:
             self.scheduler._roster.preempt(live)
 
     def step(self) -> bool:
-        """Plan and run one step, and take in the oldest result; False if there was nothing to do."""
+        """Plan and start one step, and take in the result of the one before; False if there was nothing to do."""
         self.now_s += 0.1
         plan = self.scheduler.schedule(self.now_s)
         if plan is not None:
-            self.results.append(self.execute(plan))
+            self.execute(plan)
+        if plan is None or self.max_plans_in_flight == 1:
+            self.drain()
         if not self.results:
-            return False
-        if plan is None or len(self.results) == self.max_plans_in_flight:
-            self.apply()
+            return plan is not None
+        self.apply()
         return True
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> None:
+        """Start it; the result before it is among the results then."""
         self.num_steps += 1
         self.num_resizes += len(plan.resizes)
         self.num_copies += len(plan.copies)
         message = type(wire.plan_to_proto(plan)).FromString(wire.plan_to_proto(plan).SerializeToString())
-        return wire.result_from_proto(self.engine.execute(message.plan))
+        if not self._builds_ahead:
+            self.drain()
+        self.engine.submit(message.plan, self._report)
+
+    def drain(self) -> None:
+        """Wait for the step that runs."""
+        self.engine.drain(self._report)
+
+    def _report(self, result: pb.StepResult) -> None:
+        self.results.append(wire.result_from_proto(pb.StepResult.FromString(result.SerializeToString())))
 
     def apply(self) -> None:
         for update in self.scheduler.apply(self.results.popleft()):

@@ -80,6 +80,7 @@ def test_several_adapters_in_a_batch_are_each_like_mlx_lms_own(case, tmp_path):
         load(mac, name, folder)
     check(mac, oracles, prompts)
     for name in folders:
+        mac.drain()
         mac.engine.execute(pb.StepPlan(step_id=9999, released_seq_ids=list(mac.engine._sequences)))
         mac.engine.unload_adapter(pb.UnloadAdapter(digest=name))
     kinds = {type(module).__name__ for module in mac.engine._loaded.model.modules()}

@@ -68,6 +68,39 @@ def test_rows_see_the_slots_within_reach_and_no_others(case):
     ]
 
 
+@settings(max_examples=200, deadline=None)
+@given(_cases(), st.data())
+def test_rows_with_guesses_are_decode_rows_of_a_ragged_kernel(case, data):
+    """In both layouts; the chunks are what is left, and every row is in one of them or decodes."""
+    size, reach, spans = case
+    for span in spans:
+        span.num_drafts = data.draw(st.integers(0, len(span.token_ids) - 1))
+    batch = Batch(spans, block_size=size, decodes_together=True)
+    rows = batch.view(1, reach)
+    span_of = [span for span in batch.spans for _ in span.token_ids]
+    positions = [position for span in batch.spans for position in range(span.start, span.end)]
+    verified = [row for row, span in enumerate(span_of) if 1 < len(span.token_ids) <= 1 + 2 * span.num_drafts]
+    for shares_loads in (False, True):
+        groups = rows.verify_groups(shares_loads=shares_loads)
+        assert [row for group in groups for row in range(group.first, group.last)] == verified
+        assert len(groups) == len({len(span_of[row].token_ids) for row in verified})
+        for group in groups:
+            assert len(group.block_tables) * group.rows_per_sequence == group.last - group.first
+            for row in range(group.first, group.last):
+                table = group.block_tables[(row - group.first) // group.rows_per_sequence]
+                first, end = group.seen_ranges[row - group.first]
+                expected = [p for p in range(span_of[row].end) if _sees(reach, positions[row], p)]
+                assert [(table[at // size], at % size) for at in range(first, end)] == [
+                    (span_of[row].tables[1][p // size], p % size) for p in expected
+                ]
+    decodes = range(batch.num_decodes)
+    chunked = [row for chunk in rows.chunks for row in range(chunk.first, chunk.last)]
+    assert [*decodes, *verified, *chunked] == list(range(batch.num_tokens))
+    if rows.chunks:
+        assert rows.prefill_rows.cu_queries == [*(chunk.first for chunk in rows.chunks), batch.num_tokens]
+    assert Batch(spans, block_size=size).num_verified == 0, "plain MLX takes them as prefills"
+
+
 @settings(max_examples=100, deadline=None)
 @given(_cases())
 def test_parts_cover_all_rows_and_never_mix_sequences_that_begin_with_others(case):

@@ -39,10 +39,12 @@ def test_groups_of_one_pool_share_memory_whatever_the_heads():
     assert np.array_equal(_numbers(_read(writer, wide, 3, 4)), _numbers(content))
     assert np.array_equal(_numbers(_read(writer, narrow, 12, 16)).ravel(), _numbers(content).ravel())
     writer.commit()
+    writer.finish()
     before = mx.get_active_memory()
     for _ in range(5):
         writer.put(wide, content[None], [2])
         writer.commit()
+    writer.finish()
     assert mx.get_active_memory() <= before
 
 

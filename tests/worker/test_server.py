@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -229,7 +230,9 @@ def test_an_empty_message_is_a_violation(shared_worker):
 class FailingEngine:
     """An engine whose steps break."""
 
-    def execute(self, plan: pb.StepPlan) -> pb.StepResult:
+    is_running = False
+
+    def submit(self, plan: pb.StepPlan, report: Callable[[pb.StepResult], None]) -> None:
         raise RuntimeError("out of memory")
 
 
@@ -238,8 +241,8 @@ def test_a_failing_step_ends_the_connection_with_the_reason_and_a_traceback(capl
     ours, theirs = socket.socketpair()
     data = pb.ManagerMessage(plan=pb.StepPlan()).SerializeToString()
     ours.sendall((struct.pack("<I", len(data)) + data) * 3)
-    with theirs, contextlib.closing(Connection(theirs)) as connection:
-        serve_connection(connection, FailingEngine(), pb.Description())
+    with theirs:
+        serve_connection(Connection(theirs), FailingEngine(), pb.Description())
     messages = []
     with ours, ours.makefile("rb") as reader:
         while head := reader.read(4):

@@ -25,7 +25,7 @@ _TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class LatentNeeds:
-    """Layers of multi-head latent attention, absorbed. No kernel reads latents in few `bits`; 0: they are plain."""
+    """Layers of multi-head latent attention, absorbed. `bits` 0: the pool of latents is not quantised."""
 
     num_heads: int
     latent_dim: int
@@ -33,9 +33,11 @@ class LatentNeeds:
     dtype: mx.Dtype
     block_size: int = 16
     bits: int = 0
+    group_size: int = 32
 
     def __str__(self) -> str:
-        return f"{self.num_heads} heads over latents of {self.latent_dim} + {self.rope_dim} {self.dtype}"
+        name = f"{self.num_heads} heads over latents of {self.latent_dim} + {self.rope_dim} {self.dtype}"
+        return f"{name}, {self.bits} bits in groups of {self.group_size}" if self.bits else name
 
 
 def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
@@ -72,7 +74,7 @@ def check_latent(metal_kernel: MetalKernel, needs: Needs) -> str | None:
         head_dim = need.latent_dim + need.rope_dim
         table, is_seen = _tables(ranges, need.block_size)
         plan = plan_decode(table, ranges, 1)
-        pool = _unseen_nan(_normal(1, _NUM_BLOCKS, 1, need.block_size, head_dim, dtype=need.dtype), is_seen)
+        pool = _pool(_normal(1, _NUM_BLOCKS, 1, need.block_size, head_dim, dtype=need.dtype), need, is_seen)
         queries = _normal(4, len(ranges), need.num_heads, 1, head_dim, dtype=need.dtype)
         ours, twin = (
             kernel.attend_latent(queries, pool, need.latent_dim, plan, head_dim**-0.5)
@@ -113,7 +115,7 @@ def _attend(kernel: object, need: AttentionNeeds, plan: DecodePlan, is_seen: mx.
     return out
 
 
-def _pool(content: mx.array, need: AttentionNeeds, is_seen: mx.array) -> KVPool:
+def _pool(content: mx.array, need: AttentionNeeds | LatentNeeds, is_seen: mx.array) -> KVPool:
     if not need.bits:
         return _unseen_nan(content, is_seen)
     packed, *rest = mx.quantize(content, group_size=need.group_size, bits=need.bits)

@@ -135,15 +135,20 @@ def plan_verify(
     )
 
 
-def verify_shares_loads(head_dim: int, *, is_latent: bool = False, has_recurrent_layers: bool = False) -> bool:
-    """Whether rows of a verify step share loads: `CIDERY_SPEC_VERIFY_WINDOW=1`, and a model that gains by it.
-
-    Never for MLA, for models with recurrent layers, and for heads above 256. Raises ValueError for another value.
-    """
+def verify_window_is_on() -> bool:
+    """Whether `CIDERY_SPEC_VERIFY_WINDOW` is 1; default 0. Raises ValueError for another value."""
     value = os.environ.get(_SPEC_VERIFY_WINDOW, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{_SPEC_VERIFY_WINDOW} is {value!r}: 0 or 1 is allowed")
-    return value == "1" and head_dim <= _MAX_WINDOW_HEAD_DIM and not is_latent and not has_recurrent_layers
+    return value == "1"
+
+
+def may_share_loads(head_dim: int, *, is_latent: bool = False, has_recurrent_layers: bool = False) -> bool:
+    """Whether a model gains where rows of a verify step share loads.
+
+    Never for MLA, for models with recurrent layers, and for heads above 256.
+    """
+    return head_dim <= _MAX_WINDOW_HEAD_DIM and not is_latent and not has_recurrent_layers
 
 
 def _padded(array: NDArray[np.int32], axis: int) -> mx.array:

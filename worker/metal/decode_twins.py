@@ -44,7 +44,7 @@ def attend(
 
 def attend_latent(
     queries: mx.array,
-    latent_pool: mx.array,
+    latent_pool: KVPool,
     value_dim: int,
     plan: DecodePlan,
     scale: float,

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from worker.metal import prefill, self_test, state_kernels
 from worker.metal.decode_checks import LatentNeeds
+from worker.metal.decode_plan import verify_window_is_on
 from worker.metal.factory import MetalKernel
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.paged_decode import PagedDecode
@@ -33,18 +34,22 @@ class Kernels:
 
     `takes_ragged_rows`: all attention layers decode rows of any context lengths in one launch, without padding or
     masks. `reads_seen_slots_alone`: no attention touches a slot that its row does not see, whatever that may hold.
-    `updates_states_in_place`: all recurrent layers run on `states`. `failed` are kernels that the self-test turned off.
+    `updates_states_in_place`: all recurrent layers run on `states`. `shares_verify_loads`: rows of a sequence that
+    verify its guesses share each load of K and V, where that is of use (`may_share_loads`). `failed` are kernels that
+    the self-test turned off.
     """
 
     name: str
     decode: PagedDecode | None = None
     latent_decode: PagedDecode | None = None
     prefill: Prefill | None = None
+    latent_prefill: Prefill | None = None
     rope: Turn | None = None
     states: StateKernels = field(default_factory=twin_state_kernels)
     takes_ragged_rows: bool = False
     reads_seen_slots_alone: bool = False
     updates_states_in_place: bool = False
+    shares_verify_loads: bool = False
     make_writer: Callable[[], PoolWriter] = ScatterWriter
     # Tokens of the blocks that they were tested for; 0: any.
     block_size: int = 0
@@ -98,20 +103,27 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     decodes = bool(attention) and "paged_decode" in works
     decodes_latents = has_latents and "latent_decode" in works
     prefills = bool(attention) and "paged_prefill" in works
+    prefills_latents = has_latents and "latent_prefill" in works
     shapes = {name: shape for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in needs)}
     updates_states = bool(shapes) and set(works) >= shapes.keys()
     writes = {"write_quantized" if need.bits else "write_kv" for need in attention}
-    reads_seen = decodes and prefills and not has_latents
+    writes |= {"write_quantized" for need in needs if isinstance(need, LatentNeeds) and need.bits}
+    decodes_all = decodes == bool(attention) and decodes_latents == has_latents
+    prefills_all = prefills == bool(attention) and prefills_latents == has_latents
+    reads_seen = decodes_all and prefills_all and (decodes or decodes_latents)
     # Each reader must take the token of the writes: plain MLX attention doesn't.
     in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen
     states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
+    shares_verify_loads = decodes and "verify_window" in works and verify_window_is_on()
     ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
     used = {
         "paged_decode": decodes,
         "latent_decode": decodes_latents,
         "paged_prefill": prefills,
+        "latent_prefill": prefills_latents,
         "rope": ropes,
         **dict.fromkeys(shapes, updates_states),
+        "verify_window": shares_verify_loads,
         "writes in place": in_place,
     }
     names = [name for name, is_used in used.items() if is_used]
@@ -120,13 +132,13 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
         decode=PagedDecode(metal_kernel) if decodes else None,
         latent_decode=PagedDecode(metal_kernel) if decodes_latents else None,
         prefill=Prefill(PagedPrefill(metal_kernel)) if prefills else None,
+        latent_prefill=Prefill(PagedPrefill(metal_kernel)) if prefills_latents else None,
         rope=Rope(metal_kernel) if ropes else None,
         states=states,
-        takes_ragged_rows=(decodes or decodes_latents)
-        and decodes == bool(attention)
-        and decodes_latents == has_latents,
+        takes_ragged_rows=decodes_all and (decodes or decodes_latents),
         reads_seen_slots_alone=reads_seen,
         updates_states_in_place=updates_states,
+        shares_verify_loads=shares_verify_loads,
         make_writer=(lambda: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
         block_size=next((need.block_size for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))), 0),
         failed=tuple(failed),
@@ -142,25 +154,28 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
         decode_beyond = _beyond(attention, lambda need: PagedDecode.supports(need.head_dim, need.value_dim))
         prefill_beyond = _beyond(
             attention,
-            lambda need: need.head_dim == need.value_dim and prefill.supports(need.head_dim, need.dtype),
+            lambda need: prefill.supports(need.head_dim, need.value_dim, need.dtype),
         )
         for name, beyond in (("paged_decode", decode_beyond), ("paged_prefill", prefill_beyond)):
             if beyond is None:
                 wanted.append(name)
             else:
                 reasons[name] = f"{beyond} is beyond what it supports"
-        if not reasons:
-            wanted += ["write_kv", "put_blocks", "in_place"]
-            wanted += ["write_quantized"] if any(need.bits for need in attention) else []
+        wanted += ["write_kv"] if not reasons else []
+        if "paged_decode" in wanted and verify_window_is_on():
+            wanted.append("verify_window")
     latents = [need for need in needs if isinstance(need, LatentNeeds)]
-    if any(need.bits for need in latents):
-        reasons["latent_decode"] = "latents are quantised"
-    elif latents:
-        beyond_latent = [n for n in latents if not PagedDecode.supports(n.latent_dim + n.rope_dim, n.latent_dim)]
-        if beyond_latent:
-            reasons["latent_decode"] = f"{beyond_latent[0]} is beyond what it supports"
-        else:
-            wanted.append("latent_decode")
+    for name, takes in _LATENT_KERNELS.items():
+        beyond_latent = next((need for need in latents if not takes(need)), None)
+        if beyond_latent is not None:
+            reasons[name] = f"{beyond_latent} is beyond what it supports"
+        elif latents:
+            wanted.append(name)
+    # Pools are written in place only if kernels read all of them.
+    if wanted and not reasons:
+        wanted += ["put_blocks", "in_place"]
+        has_bits = any(need.bits for need in attention) or any(need.bits for need in latents)
+        wanted += ["write_quantized"] if has_bits else []
     if any(isinstance(need, RopeNeeds) for need in needs):
         wanted.append("rope")
     states = [need for need in needs if isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape))]
@@ -169,6 +184,17 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
     else:
         wanted += [name for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in states)]
     return [family for family in FAMILIES if family.name in wanted], reasons
+
+
+def _prefills_latent(need: LatentNeeds) -> bool:
+    return prefill.supports(need.latent_dim + need.rope_dim, need.latent_dim, need.dtype, is_latent=True)
+
+
+# Kernels over latents, and what they take.
+_LATENT_KERNELS: dict[str, Callable[[LatentNeeds], bool]] = {
+    "latent_decode": lambda need: PagedDecode.supports(need.latent_dim + need.rope_dim, need.latent_dim),
+    "latent_prefill": _prefills_latent,
+}
 
 
 def _beyond(needs: Sequence[AttentionNeeds], supports: Callable[[AttentionNeeds], bool]) -> AttentionNeeds | None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.pool_writer import Key, Pool, PoolWriter, Slots
@@ -47,11 +46,9 @@ class InPlaceWriter(PoolWriter):
             return
         for pool, new in zip(pools, rows, strict=True):
             heads, block_size, dim = pool.block_shape
-            at, inside = slots.slots[:, None] // block_size, slots.slots[:, None] % block_size
-            places = (at * heads + np.arange(heads)) * block_size + inside
-            ids = mx.array(np.where(slots.slots[:, None] < 0, -1, places).astype(np.int32).reshape(-1))
             by_slot = self._seen(pool).reshape(-1, dim)
-            token = self._put_blocks(new.reshape(-1, dim), ids, by_slot, self._order([pool]))
+            places = slots.by_head(heads, block_size)
+            token = self._put_blocks(new.reshape(-1, dim), places, by_slot, self._order([pool]))
             self._has_updated([pool], token)
 
     def _quantize(

@@ -10,7 +10,7 @@ KVPool = mx.array | QuantizedPool
 
 def arrays_of(pool: KVPool) -> list[mx.array]:
     """What a kernel reads of a pool."""
-    return [pool] if isinstance(pool, mx.array) else [pool.packed, pool.scales, pool.biases]
+    return [pool.packed, pool.scales, pool.biases] if isinstance(pool, QuantizedPool) else [pool]
 
 
 def slot_bytes_of(pool: KVPool) -> int:

@@ -13,9 +13,10 @@ import mlx.core as mx
 
 from worker.batch import DecodeGroup
 from worker.metal.decode_plan import Cut, DecodePlan, plan_decode
-from worker.metal.decode_source import HEADER, merge_source, partials_source, pool_names
+from worker.metal.decode_source import HEADER, merge_source, partials_source
 from worker.metal.factory import MetalKernel, dtype_tag
 from worker.metal.kv_pools import KVPool, arrays_of, slot_bytes_of
+from worker.metal.slot_source import pool_names
 
 _LANES = 32
 # Output elements that a lane holds for its query heads; with K and V of a tile that stays near 100 registers.
@@ -122,7 +123,7 @@ class PagedDecode:
     def decode_latent(
         self,
         queries: mx.array,
-        latent_pool: mx.array,
+        latent_pool: KVPool,
         value_dim: int,
         group: DecodeGroup,
         scale: float,
@@ -140,7 +141,13 @@ class PagedDecode:
         key = num_kv_heads, num_heads, value_dim, token_bytes
         if key not in group.plans:
             cut = cut_for(num_heads // num_kv_heads, value_dim, token_bytes)
-            group.plans[key] = plan_decode(group.block_tables, group.seen_ranges, num_kv_heads, cut=cut)
+            group.plans[key] = plan_decode(
+                group.block_tables,
+                group.seen_ranges,
+                num_kv_heads,
+                rows_per_sequence=group.rows_per_sequence,
+                cut=cut,
+            )
         return group.plans[key]
 
     def attend(
@@ -170,7 +177,7 @@ class PagedDecode:
     def attend_latent(
         self,
         queries: mx.array,
-        latent_pool: mx.array,
+        latent_pool: KVPool,
         value_dim: int,
         plan: DecodePlan,
         scale: float,

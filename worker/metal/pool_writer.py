@@ -83,6 +83,7 @@ class Slots:
         # The slot, where a single row goes somewhere.
         self.only = int(self.slots[0]) if self.num_rows == len(used) == 1 else None
         self._index: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
+        self._by_head: dict[tuple[int, int], mx.array] = {}
 
     @cached_property
     def array(self) -> mx.array:
@@ -104,6 +105,15 @@ class Slots:
             parts = used // block_size * num_heads + np.arange(num_heads, dtype=np.int32)
             self._index[key] = mx.array(parts), mx.array(used % block_size)
         return self._index[key]
+
+    def by_head(self, num_heads: int, block_size: int) -> mx.array:
+        """Of each row and head, its place among all slots of all heads; -1 for a row that goes nowhere."""
+        key = num_heads, block_size
+        if key not in self._by_head:
+            at, inside = self.slots[:, None] // block_size, self.slots[:, None] % block_size
+            places = (at * num_heads + np.arange(num_heads)) * block_size + inside
+            self._by_head[key] = mx.array(np.where(self.slots[:, None] < 0, -1, places).astype(np.int32).reshape(-1))
+        return self._by_head[key]
 
 
 class PoolWriter(ABC):

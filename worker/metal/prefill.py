@@ -1,11 +1,12 @@
 """Prefill as layers call it: which way each sequence goes; and the way of plain MLX, which is the kernel's twin."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
 
-from worker.metal.paged_prefill import PagedPrefill, tile_shape
+from worker.metal.kv_pools import KVPool
+from worker.metal.paged_prefill import PagedPrefill, shape_for
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
 from worker.metal.quantized import QuantizedPool
 from worker.metal.write_kv import tie
@@ -14,8 +15,8 @@ from worker.metal.write_kv import tie
 _FUSED_HEAD_DIMS = (64, 80, 128)
 # Query rows of one KV head from which the gather is worth it: see `goes_by_gather`.
 _MIN_GATHER_ROWS = 1024
-
-Pool = mx.array | QuantizedPool
+# Scores of latents that plain MLX may have in memory at once.
+_MAX_SCORES = 1 << 25
 
 
 class Prefill:
@@ -27,8 +28,8 @@ class Prefill:
     def __call__(
         self,
         queries: mx.array,
-        key_pool: Pool,
-        value_pool: Pool,
+        key_pool: KVPool,
+        value_pool: KVPool,
         rows: PrefillRows,
         options: PrefillOptions,
         after: mx.array | None = None,
@@ -36,10 +37,29 @@ class Prefill:
         """Shapes, types and errors are those of `PagedPrefill`."""
         if self._kernel is None:
             return twin(queries, key_pool, value_pool, rows, options, after)
+        ways = goes_by_gather(queries, key_pool, value_pool, rows, options)
         outputs = []
-        for first, last, by_gather in _runs(rows, queries, key_pool, options):
+        for first, last, by_gather in _runs(ways):
             attend = twin if by_gather else self._kernel
             outputs.append(attend(queries, key_pool, value_pool, rows.part(first, last), options, after))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def latent(
+        self,
+        queries: mx.array,
+        latent_pool: KVPool,
+        value_dim: int,
+        rows: PrefillRows,
+        options: PrefillOptions,
+        after: mx.array | None = None,
+    ) -> mx.array:
+        """Shapes, types and errors are those of `PagedPrefill.latent`."""
+        if self._kernel is None:
+            return latent_twin(queries, latent_pool, value_dim, rows, options, after)
+        outputs = []
+        for first, last, by_gather in _runs(latents_go_by_gather(queries, latent_pool, rows, options)):
+            attend = latent_twin if by_gather else self._kernel.latent
+            outputs.append(attend(queries, latent_pool, value_dim, rows.part(first, last), options, after))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
@@ -49,9 +69,9 @@ def is_fused(head_dim: int) -> bool:
 
 
 def goes_by_gather(
-    num_queries: int, context_len: int, shared_heads: int, head_dim: int, options: PrefillOptions, *, is_quantized: bool
-) -> bool:
-    """Whether a sequence's keys are gathered into one array for MLX's own attention, rather than read by the tiles.
+    queries: mx.array, key_pool: KVPool, value_pool: KVPool, rows: PrefillRows, options: PrefillOptions
+) -> list[bool]:
+    """Of each sequence, whether its keys are gathered for MLX's own attention, rather than read by the tiles.
 
     MLX has the better tile kernel of each chip (87-98 % of an M3 Ultra's matrix products, tensor units of an M5), so it
     takes long chunks. The gather reads and writes K and V once, 8 bytes a head element and key in half precision, for
@@ -59,55 +79,84 @@ def goes_by_gather(
     (queries times heads that share a KV head). Short chunks, what MLX has no fused kernel for, and what it would mask
     rather than skip (a window inside of the context) go by tiles; so do quantised pools, which a gather would blow up.
     """
-    if is_quantized or options.softcap > 0 or not is_fused(head_dim):
-        return False
-    sees_all = options.first_seen(context_len - 1) == 0
-    return sees_all and num_queries * shared_heads >= _MIN_GATHER_ROWS
+    head_dim, is_packed = queries.shape[2], isinstance(key_pool, QuantizedPool)
+    if is_packed or options.softcap > 0 or not is_fused(head_dim) or value_pool.shape[-1] != head_dim:
+        return [False] * len(rows.context_lens)
+    return _are_long(queries.shape[1] // key_pool.shape[1], rows, options)
+
+
+def latents_go_by_gather(
+    queries: mx.array, latent_pool: KVPool, rows: PrefillRows, options: PrefillOptions
+) -> list[bool]:
+    """The same of latents, which all heads share.
+
+    MLX has no fused kernel for them, and needs none: a row and key cost 2,200 operations and 8 bytes of scores. Its
+    products read latents once for 64 rows, a tile once for 16, which is 72 bytes a row and key: at 15 TFLOPS a cache
+    must give 500 GB/s for that. So long chunks are gathered, in tiles of queries whose scores fit (`_MAX_SCORES`).
+    """
+    if isinstance(latent_pool, QuantizedPool):
+        return [False] * len(rows.context_lens)
+    return _are_long(queries.shape[1], rows, options)
+
+
+def _are_long(shared_heads: int, rows: PrefillRows, options: PrefillOptions) -> list[bool]:
+    """Which sequences have enough rows for a gather, and see all of it."""
+    return [
+        options.first_seen(length - 1) == 0 and count * shared_heads >= _MIN_GATHER_ROWS
+        for count, length in zip(rows.query_lens, rows.context_lens, strict=True)
+    ]
 
 
 def twin(
     queries: mx.array,
-    key_pool: Pool,
-    value_pool: Pool,
+    key_pool: KVPool,
+    value_pool: KVPool,
     rows: PrefillRows,
     options: PrefillOptions,
     after: mx.array | None = None,
 ) -> mx.array:
     """`PagedPrefill` in plain MLX: each sequence gathers the keys that it sees and attends alone."""
-    outputs = []
-    for sequence, (first, count) in enumerate(zip(rows.cu_queries, rows.query_lens, strict=False)):
-        length = rows.context_lens[sequence]
-        oldest = options.first_seen(length - count)
-        block_size = key_pool.shape[2]
-        used = rows.table(sequence)[oldest // block_size : -(-length // block_size)]
-        index = mx.array(used) if after is None else tie(mx.array(used), after)
-        # What comes before or after belongs to others, and might not even be finite.
-        seen = slice(oldest % block_size, length - oldest // block_size * block_size)
-        keys, values = (_gather(pool, index)[:, seen] for pool in (key_pool, value_pool))
-        mine = queries[first : first + count].swapaxes(0, 1)
-        outputs.append(_attend(mine[None], keys[None], values[None], length, options)[0].swapaxes(0, 1))
+    outputs = [
+        _attend(mine, keys, values, length, options)[0].swapaxes(0, 1)
+        for mine, (keys, values), length in _gathered(queries, (key_pool, value_pool), rows, options, after)
+    ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-def supports(head_dim: int, dtype: mx.Dtype) -> bool:
-    """Whether the kernel has a tile for such heads."""
+def latent_twin(
+    queries: mx.array,
+    latent_pool: KVPool,
+    value_dim: int,
+    rows: PrefillRows,
+    options: PrefillOptions,
+    after: mx.array | None = None,
+) -> mx.array:
+    """`PagedPrefill.latent` in plain MLX: as `twin`, by tiles of queries."""
+    outputs = []
+    for mine, (latents,), length in _gathered(queries, (latent_pool,), rows, options, after):
+        num_queries, num_keys = mine.shape[2], latents.shape[2]
+        step = max(_MAX_SCORES // (mine.shape[1] * num_keys), 1)
+        for first in range(0, num_queries, step):
+            last = min(first + step, num_queries)
+            # What is after the tile is cut off, and a window's beginning masked.
+            seen = latents[:, :, : num_keys - num_queries + last]
+            # Values are computed as wide as keys: cutting them would copy the latents.
+            out = _attend(mine[:, :, first:last], seen, seen, length - num_queries + last, options)
+            outputs.append(out[0, :, :, :value_dim].swapaxes(0, 1))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def supports(head_dim: int, value_dim: int, dtype: mx.Dtype, *, is_latent: bool = False) -> bool:
+    """Whether a kernel has a tile for such heads."""
     try:
-        tile_shape(head_dim, dtype)
+        shape_for(head_dim, value_dim, dtype, is_latent=is_latent)
     except ValueError:
         return False
     return True
 
 
-def _runs(
-    rows: PrefillRows, queries: mx.array, key_pool: Pool, options: PrefillOptions
-) -> Iterator[tuple[int, int, bool]]:
+def _runs(ways: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
     """Sequences `[first, last)` that go the same way, in their order."""
-    shared_heads, head_dim = queries.shape[1] // key_pool.shape[1], queries.shape[2]
-    is_quantized = isinstance(key_pool, QuantizedPool)
-    ways = [
-        goes_by_gather(count, length, shared_heads, head_dim, options, is_quantized=is_quantized)
-        for count, length in zip(rows.query_lens, rows.context_lens, strict=True)
-    ]
     first = 0
     for last in range(1, len(ways) + 1):
         if last == len(ways) or ways[last] != ways[first]:
@@ -115,7 +164,27 @@ def _runs(
             first = last
 
 
-def _gather(pool: Pool, index: mx.array) -> mx.array:
+def _gathered(
+    queries: mx.array,
+    pools: Sequence[KVPool],
+    rows: PrefillRows,
+    options: PrefillOptions,
+    after: mx.array | None,
+) -> Iterator[tuple[mx.array, list[mx.array], int]]:
+    """Each sequence's queries `[1, num_heads, n, head_dim]`, what they see of each pool, and its context length."""
+    for sequence, (first, count) in enumerate(zip(rows.cu_queries, rows.query_lens, strict=False)):
+        length = rows.context_lens[sequence]
+        oldest = options.first_seen(length - count)
+        block_size = pools[0].shape[2]
+        used = rows.table(sequence)[oldest // block_size : -(-length // block_size)]
+        index = mx.array(used) if after is None else tie(mx.array(used), after)
+        # What comes before or after belongs to others, and might not even be finite.
+        seen = slice(oldest % block_size, length - oldest // block_size * block_size)
+        found = [_gather(pool, index)[None, :, seen] for pool in pools]
+        yield queries[first : first + count].swapaxes(0, 1)[None], found, length
+
+
+def _gather(pool: KVPool, index: mx.array) -> mx.array:
     """Blocks by their ids: `[num_kv_heads, tokens, head_dim]`."""
     blocks = pool.dequantize(index) if isinstance(pool, QuantizedPool) else pool[index]
     num_blocks, num_kv_heads, block_size, head_dim = blocks.shape
@@ -135,14 +204,16 @@ def _attend(queries: mx.array, keys: mx.array, values: mx.array, context_len: in
         mask = _mask(num_queries, num_keys, context_len, options)
     _, num_heads, _, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
-    by_kv_head = queries.reshape(num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
-    scores = (by_kv_head @ keys[0][:, None].swapaxes(-1, -2)).astype(mx.float32) * options.scale
+    # In float32: in bfloat16 the scores alone would be off by more than all that a kernel rounds.
+    dtype, keys, values = queries.dtype, keys.astype(mx.float32), values.astype(mx.float32)
+    by_kv_head = queries.astype(mx.float32).reshape(num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
+    scores = (by_kv_head @ keys[0][:, None].swapaxes(-1, -2)) * options.scale
     scores = mx.where(mask, options.softcap * mx.tanh(scores / options.softcap), -mx.inf)
     if options.sinks is not None:
         sinks = options.sinks.astype(mx.float32).reshape(num_kv_heads, -1, 1, 1)
         scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
-    weights = mx.softmax(scores, axis=-1)[..., :num_keys].astype(queries.dtype)
-    return (weights @ values[0][:, None]).reshape(queries.shape)
+    weights = mx.softmax(scores, axis=-1)[..., :num_keys]
+    return (weights @ values[0][:, None]).reshape(1, num_heads, num_queries, values.shape[-1]).astype(dtype)
 
 
 def _mask(num_queries: int, num_keys: int, context_len: int, options: PrefillOptions) -> mx.array:

@@ -13,6 +13,14 @@ from numpy.typing import NDArray
 TILE_FIELDS = 8
 _MIN_ELEMENTS = 8
 
+# `PrefillOptions.first_seen` for kernels.
+FIRST_SEEN = r"""
+// Oldest key that the query at `position` sees.
+METAL_FUNC int cidery_first_seen(int position, int window, int chunk) {
+  return window > 0 ? metal::max(0, position - window + 1) : chunk > 0 ? position / chunk * chunk : 0;
+}
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillOptions:

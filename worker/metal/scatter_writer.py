@@ -19,6 +19,7 @@ class ScatterWriter(PoolWriter):
         self._results: list[weakref.ref[mx.array]] = []
         # Of kernels that wrote in place since the last commit.
         self._tokens: dict[Key, mx.array] = {}
+        self._is_running = False
 
     def _write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
         for pool, new in zip(pools, rows, strict=True):
@@ -33,7 +34,8 @@ class ScatterWriter(PoolWriter):
 
     def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
         contents = [self._by_block(pool)[sources] for pool in pools]
-        # A pending reader of the old pool would make the scatter copy all of it.
+        # A pending reader of the old pool would make the scatter copy all of it, be it of this step or the one before.
+        self.finish()
         mx.eval(contents)
         for pool, content in zip(pools, contents, strict=True):
             self._store(pool, pool.block_shape, targets, content)
@@ -84,10 +86,16 @@ class ScatterWriter(PoolWriter):
         self._results += map(weakref.ref, results)
 
     def _commit(self, outputs: Sequence[mx.array]) -> None:
+        # A reader that has not completed would make the next scatter copy the pool.
+        self.finish()
         unread = [result for reference in self._results if (result := reference()) is not None]
-        mx.eval(*outputs, *unread, *self._tokens.values(), *self._arrays.values())
+        mx.async_eval(*outputs, *unread, *self._tokens.values(), *self._arrays.values())  # type: ignore[no-untyped-call]
         self._results.clear()
         self._tokens.clear()
+        self._is_running = True
 
     def finish(self) -> None:
-        """Nothing: each commit waits."""
+        """Wait until everything that was committed is done."""
+        if self._is_running:
+            mx.synchronize()
+            self._is_running = False

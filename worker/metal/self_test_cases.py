@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 
 from worker.metal import prefill, rope, state_kernels, twins
-from worker.metal.decode_checks import check_decode, check_latent, check_verify_window
+from worker.metal.decode_checks import LatentNeeds, check_decode, check_latent, check_verify_window
 from worker.metal.factory import MetalKernel
 from worker.metal.in_place_writer import InPlaceWriter
+from worker.metal.kv_pools import KVPool
 from worker.metal.paged_prefill import PagedPrefill
 from worker.metal.pool_writer import PoolWriter, Slots
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
@@ -74,16 +75,35 @@ def check_write(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     return None
 
 
-def check_put(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
-    """Moves that chain and swap, bit for bit."""
-    pool, expected = _pools(need)[0], _pools(need)[0]
+def _stored(need: AttentionNeeds | LatentNeeds) -> tuple[int, list[int]]:
+    """KV heads, and the width of each pool."""
+    if isinstance(need, LatentNeeds):
+        return 1, [need.latent_dim + need.rope_dim]
+    return need.num_kv_heads, [need.head_dim, need.value_dim]
+
+
+def check_put(metal_kernel: MetalKernel, needs: Needs) -> str | None:
+    """Moves that chain and swap, and rows by slot, bit for bit."""
+    kernel = PutBlocks(metal_kernel)
     sources, targets = mx.array([1, 2, 3, 9, 9], mx.int32), mx.array([2, 3, 1, 7, 63], mx.int32)
-    mx.eval(move_blocks(PutBlocks(metal_kernel), pool, sources, targets))
-    expected[targets] = expected[sources]
-    return None if mx.array_equal(pool, expected).item() else "it differs from its twin"
+    for need in dict.fromkeys(need for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))):
+        heads, (width, *_) = _stored(need)
+        shape = (_NUM_BLOCKS, heads, need.block_size, width)
+        pool, expected = (_normal(1, *shape, dtype=need.dtype) for _ in range(2))
+        mx.eval(pool)
+        mx.eval(move_blocks(kernel, pool, sources, targets))
+        expected[targets] = expected[sources]
+        rows, slots = _normal(3, len(sources), width, dtype=need.dtype), mx.array([5, 17, -1, 0, 33], mx.int32)
+        mx.eval(kernel(rows, slots, pool.reshape(-1, width)))
+        by_slot = expected.reshape(-1, width)
+        kept = mx.array([0, 1, 3, 4])
+        by_slot[slots[kept]] = rows[kept]
+        if not mx.array_equal(pool.reshape(-1, width), by_slot).item():
+            return f"it differs from its twin for {need}"
+    return None
 
 
-def _prefill_rows(need: AttentionNeeds) -> PrefillRows:
+def _prefill_rows(need: AttentionNeeds | LatentNeeds) -> PrefillRows:
     limits = np.cumsum([0, *(count for count, _ in _PREFILLS)]).tolist()
     ids = np.random.RandomState(0).permutation(np.arange(1, _NUM_BLOCKS)).tolist()
     tables = [[ids.pop() for _ in range(-(-length // need.block_size))] for _, length in _PREFILLS]
@@ -100,6 +120,15 @@ def _unowned_nan(pool: mx.array, rows: PrefillRows) -> mx.array:
     return mx.where(mx.array(is_owned)[:, None, :, None], pool, mx.array(float("nan"), pool.dtype))
 
 
+def _pool(plain: mx.array, rows: PrefillRows, need: AttentionNeeds | LatentNeeds) -> KVPool:
+    """What the layer keeps, with NaN in all slots of nobody."""
+    if not need.bits:
+        return _unowned_nan(plain, rows)
+    packed, *rest = mx.quantize(plain, group_size=need.group_size, bits=need.bits)
+    scales, biases = (_unowned_nan(part, rows) for part in rest)
+    return QuantizedPool(packed, scales, biases, need.bits, need.group_size)
+
+
 def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     """Ragged sequences in one launch, with all that the layer asks for."""
     rows = _prefill_rows(need)
@@ -110,26 +139,39 @@ def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None
         softcap=need.softcap,
         sinks=_normal(6, need.num_heads, dtype=need.dtype) if need.has_sinks else None,
     )
-    pools: list[mx.array | QuantizedPool] = []
-    for plain in _pools(need):
-        if need.bits:
-            packed, *rest = mx.quantize(plain, group_size=need.group_size, bits=need.bits)
-            scales, biases = (_unowned_nan(part, rows) for part in rest)
-            pools.append(QuantizedPool(packed, scales, biases, need.bits, need.group_size))
-        else:
-            pools.append(_unowned_nan(plain, rows))
+    pools = [_pool(plain, rows, need) for plain in _pools(need)]
     queries = _normal(4, rows.num_rows, need.num_heads, need.head_dim, dtype=need.dtype)
     ours = PagedPrefill(metal_kernel)(queries, pools[0], pools[1], rows, options)
     return _differs(ours, prefill.twin(queries, pools[0], pools[1], rows, options), need.dtype)
 
 
-def check_quantized(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
+def check_latent_prefill(metal_kernel: MetalKernel, needs: Needs) -> str | None:
+    """The same for latents."""
+    for need in dict.fromkeys(need for need in needs if isinstance(need, LatentNeeds)):
+        rows, width = _prefill_rows(need), need.latent_dim + need.rope_dim
+        pool = _pool(_normal(1, _NUM_BLOCKS, 1, need.block_size, width, dtype=need.dtype), rows, need)
+        queries = _normal(4, rows.num_rows, need.num_heads, width, dtype=need.dtype)
+        arguments = queries, pool, need.latent_dim, rows, PrefillOptions(width**-0.5)
+        failure = _differs(PagedPrefill(metal_kernel).latent(*arguments), prefill.latent_twin(*arguments), need.dtype)
+        if failure is not None:
+            return f"{failure} for {need}"
+    return None
+
+
+def check_quantized(metal_kernel: MetalKernel, needs: Needs) -> str | None:
     """Scales and biases as MLX has them; a code may differ by one where an element lies between two levels."""
-    if not need.bits:
-        return None
-    slots = mx.array([5, 17, -1, 0, 33], mx.int32)
-    rows = _normal(3, 5, need.num_kv_heads, need.head_dim, dtype=need.dtype)
-    shape = (4, need.num_kv_heads, need.block_size, need.head_dim)
+    for need in dict.fromkeys(need for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds)) and need.bits):
+        for width in dict.fromkeys(_stored(need)[1]):
+            failure = _check_quantized(metal_kernel, need, width)
+            if failure is not None:
+                return f"{failure} for {need}"
+    return None
+
+
+def _check_quantized(metal_kernel: MetalKernel, need: AttentionNeeds | LatentNeeds, width: int) -> str | None:
+    slots, heads = mx.array([5, 17, -1, 0, 33], mx.int32), _stored(need)[0]
+    rows = _normal(3, 5, heads, width, dtype=need.dtype)
+    shape = (4, heads, need.block_size, width)
     ours, twin = (zero_pool(shape, need.dtype, need.bits, need.group_size) for _ in range(2))
     mx.eval(ours.packed, ours.scales, ours.biases)
     mx.eval(WriteQuantized(metal_kernel)(rows, slots, ours))
@@ -162,28 +204,29 @@ def check_rope(metal_kernel: MetalKernel, needs: Needs) -> str | None:
     return None
 
 
-def check_in_place(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
+def check_in_place(metal_kernel: MetalKernel, needs: Needs) -> str | None:
     """Steps of moves, writes and reads over several layers without a wait between them, bit for bit those by scatter.
 
     Each step reuses at once the blocks that the step before has read, so a missing order shows.
     """
     kernel = PagedPrefill(metal_kernel)
-    ours = _chain(InPlaceWriter(metal_kernel), kernel, need)
-    expected = _chain(ScatterWriter(), kernel, need)
-    for step, (got, want) in enumerate(zip(ours, expected, strict=True)):
-        if not mx.array_equal(got, want).item():
-            return f"step {step} of a chain differs from the same chain by scatter"
+    for need in dict.fromkeys(need for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))):
+        ours = _chain(InPlaceWriter(metal_kernel), kernel, need)
+        expected = _chain(ScatterWriter(), kernel, need)
+        for step, (got, want) in enumerate(zip(ours, expected, strict=True)):
+            if not mx.array_equal(got, want).item():
+                return f"step {step} of a chain differs from the same chain by scatter for {need}"
     return None
 
 
-def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> list[mx.array]:
+def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds | LatentNeeds) -> list[mx.array]:
     """What each step's reads gave."""
-    size, options = need.block_size, PrefillOptions(need.head_dim**-0.5)
-    shape = (need.num_kv_heads, size, need.head_dim)
+    size, (heads, widths) = need.block_size, _stored(need)
     layers = [
-        [writer.create(f"{side}{layer}", 8, shape, need.dtype) for side in "kv"] for layer in range(_CHAIN_LAYERS)
+        [writer.create(f"{layer}.{side}", 8, (heads, size, width), need.dtype) for side, width in enumerate(widths)]
+        for layer in range(_CHAIN_LAYERS)
     ]
-    hidden = _normal(7, 2 * size, need.num_heads, need.head_dim, dtype=need.dtype)
+    hidden = _normal(7, 2 * size, need.num_heads, widths[0], dtype=need.dtype)
     results = []
     for step in range(_CHAIN_STEPS):
         # The last two blocks are written: the oldest ones of the step before.
@@ -194,33 +237,52 @@ def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds) -> li
             if step % 3 == 2:
                 writer.move(pools, table[:2], [table[1], table[0]])
             noise = _normal(100 + step * _CHAIN_LAYERS + layer, *hidden.shape, dtype=need.dtype)
-            new = (hidden * 0.5 + noise)[:, : need.num_kv_heads]
-            writer.write(pools, [new, -new], slots)
+            new = (hidden * 0.5 + noise)[:, :heads]
+            writer.write(pools, [new, *(-_as_wide(new, width) for width in widths[1:])], slots)
             # A kernel takes the token, plain MLX ties its index to it.
-            attend = prefill.twin if layer % 2 else kernel
-            hidden = writer.read(
-                pools,
-                # Called before the loop goes on.
-                lambda keys, values, after: attend(hidden, keys, values, rows, options, after),  # noqa: B023
-            )
+            reader = _reader(None if layer % 2 else kernel, hidden, rows, need)
+            hidden = _as_wide(writer.read(pools, reader), widths[0])
         writer.commit(hidden)
         results.append(hidden)
     mx.eval(results)
     return results
 
 
+def _reader(
+    kernel: PagedPrefill | None, queries: mx.array, rows: PrefillRows, need: AttentionNeeds | LatentNeeds
+) -> Callable[..., mx.array]:
+    """Attention as `PoolWriter.read` calls it, by the kernel or else by its twin."""
+    options = PrefillOptions(queries.shape[-1] ** -0.5)
+
+    def read(*pools: mx.array, after: mx.array | None) -> mx.array:
+        if isinstance(need, LatentNeeds):
+            attend_latent = kernel.latent if kernel else prefill.latent_twin
+            return attend_latent(queries, pools[0], need.latent_dim, rows, options, after)
+        attend = kernel or prefill.twin
+        return attend(queries, pools[0], pools[1], rows, options, after)
+
+    return read
+
+
+def _as_wide(rows: mx.array, width: int) -> mx.array:
+    """Rows cut to a width, or repeated up to it."""
+    times = -(-width // rows.shape[-1])
+    return rows if rows.shape[-1] == width else mx.concatenate([rows] * times, axis=-1)[..., :width]
+
+
 WRITE_KV = Family("write_kv", _attention(check_write))
 PAGED_DECODE = Family("paged_decode", _attention(check_decode))
-IN_PLACE = Family("in_place", _attention(check_in_place))
+IN_PLACE = Family("in_place", check_in_place)
 
 FAMILIES = (
     WRITE_KV,
     PAGED_DECODE,
     Family("verify_window", _attention(check_verify_window)),
     Family("latent_decode", check_latent),
-    Family("put_blocks", _attention(check_put)),
-    Family("write_quantized", _attention(check_quantized)),
+    Family("put_blocks", check_put),
+    Family("write_quantized", check_quantized),
     Family("paged_prefill", _attention(check_prefill)),
+    Family("latent_prefill", check_latent_prefill),
     Family("rope", check_rope),
     IN_PLACE,
     *(Family(name, check) for name, check in state_kernels.CHECKS.items()),

@@ -6,7 +6,7 @@ Pools are `[num_blocks * num_kv_heads, block_size, head_dim]`: see `worker.kv_te
 import mlx.core as mx
 import numpy as np
 
-from worker import cpu_math
+from worker import block_runs, cpu_math
 from worker.batch import DecodeGroup, PrefillSpan
 from worker.metal.kv_pools import KVPool, arrays_of
 
@@ -28,6 +28,10 @@ def paged_decode(
     queries: mx.array, key_pool: KVPool, value_pool: KVPool, group: DecodeGroup, num_kv_heads: int, scale: float
 ) -> mx.array:
     """One query a row over the row's blocks. Shapes: queries and result `[rows, num_heads, 1, head_dim]`."""
+    runs = group.runs
+    if runs is not None and isinstance(key_pool, mx.array) and isinstance(value_pool, mx.array):
+        num_keys = int(group.context_lens[0])
+        return block_runs.decode(queries, key_pool, value_pool, runs, num_keys, num_kv_heads, scale)
     index = group.gather_index(num_kv_heads)
     # A mask is cheaper than cutting the keys, which would make them strided and have attention copy them.
     keys, values = gather(key_pool, index), gather(value_pool, index)

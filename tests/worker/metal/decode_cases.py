@@ -43,6 +43,8 @@ CASES = [
     Case("latent", (100, 31), 1, 16, 576, 512, is_latent=True, dtype=F16),
     Case("latent, few heads", (1, 40), 1, 3, 576, 512, is_latent=True, block_size=32, dtype=F32),
     Case("latent, many heads", (18,), 1, 20, 576, 512, is_latent=True, dtype=BF16),
+    Case("latent, 8 bits", (20, 7), 1, 16, 576, 512, is_latent=True, bits=8, group=64, dtype=F32),
+    Case("latent, 4 bits", (50,), 1, 5, 96, 64, is_latent=True, bits=4, group=32, block_size=32, dtype=F16),
     Case("small latent", (70,), 1, 10, 288, 256, is_latent=True, dtype=F16),
 ]
 

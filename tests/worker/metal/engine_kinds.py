@@ -15,6 +15,15 @@ from worker.models import LoadedModel
 
 _BLOCKS = 64
 _DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+_DELTA_BY_CHANNEL = {
+    "linear_attn_config": {
+        "num_heads": 2,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2, 4],
+    }
+}
 _MAMBA2 = {"mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 64}
 _FEW = {"num_hidden_layers": 2}
 _KV8 = {"head_dim": 32, **_FEW}
@@ -26,8 +35,21 @@ KINDS: dict[str, tuple[str, dict[str, Any], int | None, set[str]]] = {
     "window and sinks": ("gpt_oss", {}, None, {"paged_decode", "paged_decode_merge_sinks", "paged_prefill"}),
     "chunk": ("llama4", {}, None, {"paged_decode", "paged_prefill", "write_kv"}),
     "soft cap": ("gemma2", _FEW, None, {"paged_decode", "paged_prefill", "write_kv"}),
-    "latent": ("deepseek_v3", _FEW, None, {"paged_decode_staged_latent", "paged_decode_merge"}),
+    "latent": ("deepseek_v3", _FEW, None, {"paged_decode_staged_latent", "paged_prefill_wide_latent"}),
+    "latent, 8 bits": (
+        "deepseek_v3",
+        {**_FEW, "kv_lora_rank": 64, "qk_rope_head_dim": 32},
+        8,
+        {"paged_decode_staged_packed_latent", "paged_prefill_wide_latent_quantized", "write_quantized"},
+    ),
+    "uneven widths": ("mimo_v2_flash", {}, None, {"paged_decode", "paged_prefill_wide", "write_kv"}),
     "delta net": ("qwen3_next", _DELTA, None, {"gated_delta_step", "gated_delta_chunk", "short_conv", "paged_decode"}),
+    "delta net and latents": (
+        "kimi_linear",
+        _DELTA_BY_CHANNEL,
+        None,
+        {"gated_delta_chunk", "short_conv", "paged_decode_staged_latent", "paged_prefill_wide_latent"},
+    ),
     "mamba-2": ("granitemoehybrid", _MAMBA2, None, {"mamba2_step", "mamba2_chunk", "short_conv", "paged_decode"}),
     "short conv": ("lfm2", {}, None, {"short_conv", "paged_decode", "paged_prefill", "rope"}),
     "8 bits": ("qwen3", _KV8, 8, {"paged_decode_packed", "paged_prefill_quantized", "write_quantized"}),

@@ -25,9 +25,14 @@ class Case:
     has_sinks: bool = False
     # Decode rows that come before.
     skipped_rows: int = 0
+    # Of values, where it is not that of keys; of latents, their front.
+    value_dim: int = 0
+    is_latent: bool = False
 
     def __str__(self) -> str:
-        name = f"{self.dtype}-{self.head_dim}-bs{self.block_size}-{self.num_kv_heads}x{self.shared_heads}"
+        widths = f"{self.head_dim}-{self.value_dim}" if self.value_dim else f"{self.head_dim}"
+        widths = f"latent-{widths}" if self.is_latent else widths
+        name = f"{self.dtype}-{widths}-bs{self.block_size}-{self.num_kv_heads}x{self.shared_heads}"
         return name.removeprefix("mlx.core.") + "".join(f"-{key}{value}" for key, value in self.options.items())
 
 
@@ -47,7 +52,8 @@ def make(case: Case, seed: int = 0) -> Data:
     options = PrefillOptions(case.head_dim**-0.5, **case.options, sinks=sinks)
     num_blocks = sum(-(-length // size) for _, length in case.sequences) + 2
     free = rng.permutation(np.arange(num_blocks)).tolist()
-    pools = np.full((2, num_blocks, heads, size, case.head_dim), np.nan, np.float32)
+    value_dim = case.value_dim or case.head_dim
+    pools = [np.full((num_blocks, heads, size, dim), np.nan, np.float32) for dim in (case.head_dim, value_dim)]
     tables, shared = [], None
     for count, length in case.sequences:
         oldest = options.first_seen(length - count)
@@ -62,8 +68,8 @@ def make(case: Case, seed: int = 0) -> Data:
             block = free.pop()
             table.append(block)
             owned = slice(max(0, oldest - index * size), min(size, length - index * size))
-            shape = (2, heads, owned.stop - owned.start, case.head_dim)
-            pools[:, block, :, owned] = rng.randn(*shape)
+            for pool in pools:
+                pool[block, :, owned] = rng.randn(heads, owned.stop - owned.start, pool.shape[3])
             if index == 0 and length >= size and oldest == 0:
                 shared = block
         tables.append([*table, UNUSED])
@@ -72,6 +78,8 @@ def make(case: Case, seed: int = 0) -> Data:
     queries[: case.skipped_rows] = np.nan
     rows = PrefillRows(limits, [length for _, length in case.sequences], tables)
     keys, values = (mx.array(pool).astype(case.dtype) for pool in pools)
+    if case.is_latent:
+        values = keys[..., :value_dim]
     return Data(mx.array(queries).astype(case.dtype), keys, values, rows, options)
 
 
@@ -84,7 +92,7 @@ def reference(data: Data) -> np.ndarray:
     q, k, v = map(as_float64, (data.queries, data.keys, data.values))
     block_size, options, rows = k.shape[2], data.options, data.rows
     shared_heads = q.shape[1] // k.shape[1]
-    out = np.zeros((rows.num_rows, *q.shape[1:]))
+    out = np.zeros((rows.num_rows, q.shape[1], v.shape[3]))
     for sequence, length in enumerate(rows.context_lens):
         first, last = rows.cu_queries[sequence : sequence + 2]
         for row in range(first, last):

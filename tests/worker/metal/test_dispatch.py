@@ -83,20 +83,35 @@ def test_each_kernel_gives_way_by_itself(broken, name):
     assert type(kernels.make_writer()) is (ScatterWriter if broken else InPlaceWriter)
 
 
-def test_latents_are_decoded_by_a_kernel_and_written_by_scatter():
-    kernels = assemble(FakeMetal(), [LatentNeeds(4, 64, 32, mx.float32)], _ALL)
-    assert (kernels.name, kernels.takes_ragged_rows) == ("metal latent_decode", True)
-    assert isinstance(kernels.make_writer(), ScatterWriter)
-    both = assemble(FakeMetal(), [LatentNeeds(4, 64, 32, mx.float32), *_NEEDS], _ALL - {"latent_decode"})
-    assert (both.name, both.takes_ragged_rows) == ("metal paged_decode, paged_prefill", False)
+@pytest.mark.parametrize(
+    ("broken", "name", "takes_ragged_rows"),
+    [
+        (set(), "metal latent_decode, latent_prefill, writes in place", True),
+        ({"in_place"}, "metal latent_decode, latent_prefill", True),
+        ({"latent_prefill"}, "metal latent_decode", True),
+        ({"latent_decode"}, "metal latent_prefill", False),
+    ],
+)
+def test_latents_are_written_in_place_where_kernels_read_them(broken, name, takes_ragged_rows):
+    latents = [LatentNeeds(4, 64, 32, mx.float32)]
+    kernels = assemble(FakeMetal(), latents, _ALL - broken)
+    assert (kernels.name, kernels.takes_ragged_rows) == (name, takes_ragged_rows)
+    assert kernels.reads_seen_slots_alone == (broken <= {"in_place"})
+    assert type(kernels.make_writer()) is (ScatterWriter if broken else InPlaceWriter)
+    both = assemble(FakeMetal(), [*latents, *_NEEDS], _ALL - broken)
+    alone = set(name.removeprefix("metal ").split(", "))
+    assert set(both.name.removeprefix("metal ").split(", ")) == alone | {"paged_decode", "paged_prefill"}
+    assert both.takes_ragged_rows == takes_ragged_rows
 
 
 @pytest.mark.parametrize(
     ("need", "reasons"),
     [
         (AttentionNeeds(2, 2, 1024, mx.float32), ("paged_decode: 2 heads over 2 of 1024", "paged_prefill: 2 heads")),
-        (LatentNeeds(4, 1024, 32, mx.float32), ("latent_decode: 4 heads over latents of 1024",)),
-        (LatentNeeds(4, 64, 32, mx.float32, bits=8), ("latent_decode: latents are quantised",)),
+        (
+            LatentNeeds(4, 1024, 32, mx.float32),
+            ("latent_decode: 4 heads over latents of 1024", "latent_prefill: 4 heads over latents of 1024"),
+        ),
     ],
 )
 def test_what_is_beyond_all_kernels_runs_on_plain_mlx(caplog, need, reasons):
@@ -108,14 +123,12 @@ def test_what_is_beyond_all_kernels_runs_on_plain_mlx(caplog, need, reasons):
     assert all(reason in caplog.text for reason in reasons)
 
 
-def test_heads_of_uneven_widths_are_decoded_but_not_prefilled_by_kernels(caplog):
-    """And then nothing is written in place."""
-    metal = FakeMetal()
-    with caplog.at_level("INFO"):
-        kernels = choose_kernels([AttentionNeeds(4, 2, 192, mx.float32, value_dim=128)], metal)
-    # The fake's kernels are wrong, but only the one was tried.
-    assert kernels.failed == ("paged_decode",)
-    assert "paged_prefill: 4 heads over 2 of 192 float32 is beyond what it supports" in caplog.text
+def test_heads_of_uneven_widths_run_on_kernels_in_all():
+    needs = [AttentionNeeds(4, 2, 192, mx.float32, value_dim=128)]
+    # The fake's kernels are wrong, and so each is seen to be tried.
+    assert set(choose_kernels(needs, FakeMetal()).failed) >= {"paged_decode", "paged_prefill", "write_kv"}
+    kernels = assemble(FakeMetal(), needs, _ALL)
+    assert kernels.name == "metal paged_decode, paged_prefill, writes in place"
 
 
 @pytest.mark.metal

@@ -20,6 +20,13 @@ def test_kernels_agree_with_their_twins(head_dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("value_dim", [64, 128])
+def test_heads_of_uneven_widths_agree_with_their_twins(value_dim, dtype):
+    need = AttentionNeeds(8, 2, 192, dtype, window=40, has_sinks=True, value_dim=value_dim)
+    assert run(FAMILIES, [need], mx.fast.metal_kernel).failures == {}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_latents_and_rotary_embeddings_agree_with_their_twins(dtype):
     needs = [LatentNeeds(16, 512, 64, dtype), LatentNeeds(128, 512, 64, dtype, 32)]
     needs += [
@@ -34,6 +41,7 @@ def test_latents_and_rotary_embeddings_agree_with_their_twins(dtype):
 @pytest.mark.parametrize(
     "options", [{"window": 40}, {"chunk": 24}, {"softcap": 2.0}, {"has_sinks": True}, {"bits": 4}, {"bits": 8}], ids=str
 )
-def test_variants_agree_with_their_twins(options):
-    need = AttentionNeeds(14, 2, 128, mx.bfloat16, 32, **options)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_variants_agree_with_their_twins(head_dim, options):
+    need = AttentionNeeds(14, 2, head_dim, mx.bfloat16, 32, **options)
     assert run(FAMILIES, [need], mx.fast.metal_kernel).failures == {}

@@ -9,6 +9,7 @@ import pytest
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from worker.metal import self_test, self_test_cases
+from worker.metal.decode_checks import LatentNeeds
 from worker.metal.dispatch import assemble
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.scatter_writer import ScatterWriter
@@ -19,6 +20,9 @@ _NEEDS = [
     AttentionNeeds(4, 2, 64, mx.float16, window=40, has_sinks=True, bits=8),
     AttentionNeeds(3, 1, 64, mx.float32, softcap=2.0),
     RopeNeeds(4, 2, 64, mx.float16, 32, is_traditional=False, has_freqs=True),
+    AttentionNeeds(3, 1, 48, mx.float16, value_dim=32),
+    LatentNeeds(5, 64, 32, mx.float16),
+    LatentNeeds(5, 64, 32, mx.float16, bits=8),
 ]
 _MACHINE = ("M9", "macOS 99", "1.0")
 
@@ -56,7 +60,16 @@ def test_all_families_pass_for_what_models_need():
     assert all(report.works(family.name) for family in FAMILIES)
     assert isinstance(assemble(host, _NEEDS, report.passed).make_writer(), InPlaceWriter)
     ran = {record.kernel for record in host.records}
-    for kernel in ("write_kv", "put_blocks", "write_quantized", "paged_prefill", "paged_decode", "rope", "join"):
+    for kernel in (
+        "write_kv",
+        "put_blocks",
+        "write_quantized",
+        "paged_prefill",
+        "paged_prefill_wide_latent",
+        "paged_decode",
+        "rope",
+        "join",
+    ):
         assert any(kernel in name for name in ran), kernel
 
 
@@ -68,6 +81,8 @@ def test_all_families_pass_for_what_models_need():
         ("write_quantized", "cidery_write_quantized", "edge / level;", "edge / (level * 1.1f);"),
         ("paged_prefill", "cidery_paged_prefill", "position - window + 1", "position - window - 3"),
         ("paged_prefill", "cidery_paged_prefill", "at >= first && at <= last", "at >= first"),
+        ("paged_prefill", "cidery_paged_prefill_wide", "at < first || at > last", "at < first"),
+        ("latent_prefill", "cidery_paged_prefill_wide_latent", "acc[s][d], key[g][d]", "acc[s][d], key[0][d]"),
         ("rope", "cidery_rope", "x * sine + y", "x * sine - y"),
         ("in_place", "cidery_put_blocks", "block >= 0", "block > 6"),
     ],
@@ -75,7 +90,7 @@ def test_all_families_pass_for_what_models_need():
 def test_a_broken_kernel_is_named_and_the_others_still_run(caplog, family, kernel, old, new):
     broken = Broken(kernel, old, new)
     report = run(
-        [FAMILIES[0], *(f for f in FAMILIES[1:] if f.name in (family, "rope"))], [_NEEDS[0], _NEEDS[2]], broken
+        [FAMILIES[0], *(f for f in FAMILIES[1:] if f.name in (family, "rope"))], [_NEEDS[0], *_NEEDS[2:]], broken
     )
     assert broken.has_edited
     assert set(report.failures) == {family}

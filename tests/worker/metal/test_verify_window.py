@@ -9,8 +9,14 @@ from tests.msl_host.require import require_toolchain
 from tests.worker.metal.decode_cases import VERIFY_CASES
 from tests.worker.metal.decode_data import TOLERANCE, attend, bits_of, error_of, make
 from worker.metal import decode_twins
-from worker.metal.decode_plan import plan_verify, seen_ranges, verify_shares_loads
+from worker.metal.decode_plan import may_share_loads, plan_verify, seen_ranges, verify_window_is_on
+from worker.metal.dispatch import assemble
 from worker.metal.paged_decode import PagedDecode
+from worker.metal.self_test import AttentionNeeds
+from worker.metal.self_test_cases import FAMILIES
+
+_NEEDS = [AttentionNeeds(4, 2, 64, mx.float32)]
+_ALL = {family.name for family in FAMILIES}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,26 +72,36 @@ def test_both_layouts_are_cut_alike():
     assert together.num_items < apart.num_items
 
 
-@pytest.mark.parametrize(
-    ("value", "arguments", "expected"),
-    [
-        (None, {}, False),
-        ("0", {}, False),
-        ("1", {}, True),
-        ("1", {"head_dim": 256}, True),
-        ("1", {"head_dim": 512}, False),
-        ("1", {"is_latent": True}, False),
-        ("1", {"has_recurrent_layers": True}, False),
-    ],
-)
-def test_the_switch_and_what_never_shares(monkeypatch, value, arguments, expected):
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("1", True)])
+def test_the_switch(monkeypatch, value, expected):
     monkeypatch.delenv("CIDERY_SPEC_VERIFY_WINDOW", raising=False)
     if value is not None:
         monkeypatch.setenv("CIDERY_SPEC_VERIFY_WINDOW", value)
-    assert verify_shares_loads(**({"head_dim": 128} | arguments)) is expected
+    assert verify_window_is_on() is expected
+    assert assemble(MslHost(), _NEEDS, _ALL).shares_verify_loads is expected
+
+
+@pytest.mark.parametrize("broken", ["verify_window", "paged_decode"])
+def test_loads_are_not_shared_where_a_kernel_failed(monkeypatch, broken):
+    monkeypatch.setenv("CIDERY_SPEC_VERIFY_WINDOW", "1")
+    assert not assemble(MslHost(), _NEEDS, _ALL - {broken}).shares_verify_loads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, True),
+        ({"head_dim": 256}, True),
+        ({"head_dim": 512}, False),
+        ({"is_latent": True}, False),
+        ({"has_recurrent_layers": True}, False),
+    ],
+)
+def test_what_never_shares(arguments, expected):
+    assert may_share_loads(**({"head_dim": 128} | arguments)) is expected
 
 
 def test_another_value_of_the_switch_is_refused(monkeypatch):
     monkeypatch.setenv("CIDERY_SPEC_VERIFY_WINDOW", "yes")
     with pytest.raises(ValueError, match="'yes'"):
-        verify_shares_loads(128)
+        assemble(MslHost(), _NEEDS, _ALL)
