@@ -39,7 +39,7 @@ class ReuseModel:
         self._num_used = [0.0] * NUM_CLASSES
         self._next_class = 0
         # Uses per request of waiting, by bin.
-        self.index = _index([0.0] * NUM_BUCKETS, [0] * NUM_BUCKETS) * NUM_CLASSES
+        self.index = _PRIOR_INDEX * NUM_CLASSES
 
     def observe(self, gap: int, age: int) -> None:
         """A prefix of that gap was wanted again at that age."""
@@ -69,23 +69,41 @@ class ReuseModel:
                     return
 
 
-def _index(used: Sequence[float], waiting: Sequence[float]) -> list[float]:
-    """The steepest slope from each age on, of P(used) over time waited: the upper hull from the right. O(buckets)."""
+def _curve(used: Sequence[float], waiting: Sequence[float], num_buckets: int) -> tuple[list[float], list[float]]:
+    """Of those that wait at age 0: how many still do at the start of each bucket, and how long they have on average.
+
+    Nobody has been seen beyond so many buckets.
+    """
     at_risk = 0.0
-    hazards = [0.0] * NUM_BUCKETS
-    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+    hazards: list[float] = []
+    for bucket in range(num_buckets - 1, -1, -1):
         # Half of those that wait in this bucket have been through it.
         exposed = at_risk + used[bucket] + waiting[bucket] / 2
-        hazards[bucket] = (used[bucket] + _PRIOR_WEIGHT * _PRIOR_HAZARD) / (exposed + _PRIOR_WEIGHT)
+        hazards.append((used[bucket] + _PRIOR_WEIGHT * _PRIOR_HAZARD) / (exposed + _PRIOR_WEIGHT))
         at_risk += used[bucket] + waiting[bucket]
     alive, time = [1.0], [0.0]
-    for hazard, width in zip(hazards, _WIDTHS, strict=True):
+    for hazard, width in zip(reversed(hazards), _WIDTHS, strict=False):
         # Those used in the bucket waited half of it.
         time.append(time[-1] + alive[-1] * width * (1 - hazard / 2))
         alive.append(alive[-1] * (1 - hazard))
-    index = [0.0] * NUM_BUCKETS
-    hull = [NUM_BUCKETS]
-    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+    return alive, time
+
+
+def _index(used: Sequence[float], waiting: Sequence[float]) -> list[float]:
+    """The steepest slope from each age on, of P(used) over time waited: the upper hull from the right. O(buckets).
+
+    Beyond the last age that anybody has seen the prior holds, whose slopes fall with age.
+    """
+    num_seen = NUM_BUCKETS
+    while num_seen and not used[num_seen - 1] and not waiting[num_seen - 1]:
+        num_seen -= 1
+    alive, time = _curve(used, waiting, num_seen)
+    scale, started = alive[-1] / _PRIOR_ALIVE[num_seen], time[-1]
+    alive += [scale * share for share in _PRIOR_ALIVE[num_seen + 1 :]]
+    time += [started + scale * (at - _PRIOR_TIME[num_seen]) for at in _PRIOR_TIME[num_seen + 1 :]]
+    index = _PRIOR_INDEX[:]
+    hull = list(range(NUM_BUCKETS, num_seen - 1, -1))
+    for bucket in range(num_seen - 1, -1, -1):
         while len(hull) > 1 and _slope(alive, time, bucket, hull[-2]) >= _slope(alive, time, bucket, hull[-1]):
             hull.pop()
         index[bucket] = _slope(alive, time, bucket, hull[-1])
@@ -95,3 +113,8 @@ def _index(used: Sequence[float], waiting: Sequence[float]) -> list[float]:
 
 def _slope(alive: list[float], time: list[float], start: int, end: int) -> float:
     return (alive[start] - alive[end]) / (time[end] - time[start])
+
+
+_NOBODY = [0] * NUM_BUCKETS
+_PRIOR_ALIVE, _PRIOR_TIME = _curve(_NOBODY, _NOBODY, NUM_BUCKETS)
+_PRIOR_INDEX = [_slope(_PRIOR_ALIVE, _PRIOR_TIME, bucket, bucket + 1) for bucket in range(NUM_BUCKETS)]
