@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush
 
 from cluster.kv.prefix_tree import Segment
 
-# Value, a number that tells equal ones apart, whose point, and whether it is pinned. One that is not its segment's own
-# entry any more is void.
+# Value, a number by which of equal ones the last queued goes first (of one path the deepest), whose point, and whether it
+# is pinned. One that is not its segment's own entry any more is void.
 Entry = tuple[float, int, Segment, bool]
 # Void entries are swept out when they are so many more than the others.
 _MAX_VOID = 1024
@@ -33,7 +33,7 @@ class Ranking:
     def put(self, segment: Segment, value: float, *, is_pinned: bool) -> None:
         """Queue a point in its present bin, in place of where it was. Amortised O(log points)."""
         self._num_points += segment.entry is None
-        self._next_number += 1
+        self._next_number -= 1
         segment.entry = entry = (value, self._next_number, segment, is_pinned)
         heappush(self._heaps[is_pinned].setdefault(segment.bin, []), entry)
         self._num_entries += 1

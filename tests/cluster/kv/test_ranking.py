@@ -46,3 +46,11 @@ def test_what_was_never_queued_can_be_moved_and_removed():
     ranking.move(segment)
     ranking.remove(segment)
     assert ranking.lowest(float) is None
+
+
+def test_of_equal_ones_the_last_queued_goes_first():
+    ranking, first, last = Ranking(), Segment(None, 0, 1), Segment(None, 0, 1)
+    for segment in (first, last):
+        segment.bin = 0
+        ranking.put(segment, 1.0, is_pinned=False)
+    assert ranking.lowest(float) == (0.0, last)
