@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 
 from cluster.kv.prefix_tree import Segment
 
-# Value, a number by which of equal ones the last queued goes first (of one path the deepest), whose point, and whether it
+# Value, a number by which of equal ones the last queued goes first (of a path the deepest), whose point, and whether it
 # is pinned. One that is not its segment's own entry any more is void.
 Entry = tuple[float, int, Segment, bool]
 # Void entries are swept out when they are so many more than the others.
