@@ -11,7 +11,7 @@ own would: the keys themselves, of one sequence.
 import functools
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -35,6 +35,9 @@ _fast_attention = mx.fast.scaled_dot_product_attention
 
 class Step:
     """The step that the model is running: what caches and head look up while its graph is built."""
+
+    # One graph is built at a time, though several models may have steps.
+    _now: ClassVar["Step | None"] = None
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -69,6 +72,7 @@ class Step:
 
     def begin(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> None:
         """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
+        Step._now = self
         self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
         self.hidden, self.adapters = None, StepAdapters.of(batch)
         # A state that sees drafts must be left as it was until it is known which are right.
@@ -77,6 +81,12 @@ class Step:
     def end(self) -> None:
         """Let go of the step's arrays."""
         self._batch = self._tensors = self.hidden = self.adapters = None
+        Step._now = None
+
+    @staticmethod
+    def now() -> "Step | None":
+        """The step whose graph is being built, of whatever model."""
+        return Step._now
 
 
 @dataclass(slots=True)

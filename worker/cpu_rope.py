@@ -18,10 +18,9 @@ _Key = tuple[int, float | None, float, int, mx.Dtype]
 
 
 class SharedRope:
-    """Stands for `mx.fast.rope`; shares tables while its step runs and is MLX's own function otherwise."""
+    """Stands for `mx.fast.rope`; shares tables while a step's graph is built and is MLX's own function otherwise."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self._tables: dict[_Key, tuple[mx.array, mx.array]] = {}
         # Whose positions the tables are for.
         self._batch: object = None
@@ -54,9 +53,10 @@ class SharedRope:
         return rotated if dims == x.shape[-1] else mx.concatenate([rotated, x[..., dims:]], axis=-1)
 
     def _is_step_position(self, x: mx.array, offset: int | mx.array) -> bool:
-        if not self._step.is_running or x.ndim != 4:
+        step = Step.now()
+        if step is None or x.ndim != 4:
             return False
-        batch = self._step.batch
+        batch = step.batch
         if batch is not self._batch:
             self._batch = batch
             self._tables.clear()
@@ -84,6 +84,6 @@ class SharedRope:
         return mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
 
 
-def install(step: Step) -> None:
-    """Put a shared RoPE for `step` where models look `mx.fast.rope` up. Only for a CPU: Metal's is one fused kernel."""
-    mx.fast.rope = SharedRope(step)  # type: ignore[assignment]
+def install() -> None:
+    """Put a shared RoPE where models look `mx.fast.rope` up. Only for a CPU: Metal's is one fused kernel."""
+    mx.fast.rope = SharedRope()  # type: ignore[assignment]

@@ -1,8 +1,9 @@
 """What is known of guesses: of a sequence's, how often they come true; of steps, what a row more costs."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from worker.ngram import NgramProposer
@@ -12,6 +13,9 @@ _GUESS_WEIGHT = 1 / 8
 _STEP_WEIGHT = 1 / 64
 # Before anything is known: a coin.
 _FIRST_CHANCE = 0.5
+# A draft model's confidence in a guess, in kinds: below each of these, or above; and the first chance of each kind.
+_CONFIDENCES = (0.3, 0.6, 0.9)
+_FIRST_CHANCES = (0.3, 0.5, 0.75, 0.95)
 # What is not tried is forgotten with each token, so that it is tried again some hundred tokens later.
 _FORGETTING = 1 / 256
 # Before steps of different sizes have run: the share of a step of one row that a row more costs.
@@ -73,6 +77,25 @@ class StepCost:
         return max(0.0, (self._joint + _FIRST_ROW_SHARE * at_one * spread) / (self._spread + spread))
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Whether a guess more of the draft model pays: as long as those before it come true with a chance of `least`.
+
+    `chances`: that a guess comes true, by the confidence that the model has in it.
+    """
+
+    chances: Sequence[float]
+    least: float
+
+    def is_good(self, confidences: Sequence[float]) -> bool:
+        """Behind guesses of these confidences."""
+        return math.prod(self.chances[_kind(each)] for each in confidences) >= self.least
+
+
+def _kind(confidence: float) -> int:
+    return bisect_right(_CONFIDENCES, confidence)
+
+
 @dataclass(slots=True)
 class Drafting:
     """How one sequence guesses. `always`: by this, whether it pays or not; None: whatever pays."""
@@ -84,8 +107,11 @@ class Drafting:
     # That a guess by look-up comes true, and one of the draft model.
     chance: float = _FIRST_CHANCE
     draft_chance: float = _FIRST_CHANCE
-    # Of the newest drafts.
+    # The same by how sure the draft model was.
+    chances: list[float] = field(default_factory=lambda: list(_FIRST_CHANCES))
+    # Of the newest drafts; and the draft model's confidence in them.
     source: Source = Source.NGRAM
+    confidences: Sequence[float] = ()
     # What the manager was told last.
     num_wanted: int = 0
 
@@ -96,8 +122,10 @@ class Drafting:
         for is_right in [True] * num_right + [False] * (num_guessed - num_right):
             self.chance += _GUESS_WEIGHT * (is_right - self.chance)
         if self.source is Source.DRAFT and num_drafts:
-            for is_right in [True] * num_accepted + [False] * (num_accepted < num_drafts):
+            outcomes = [True] * num_accepted + [False] * (num_accepted < num_drafts)
+            for is_right, confidence in zip(outcomes, self.confidences, strict=False):
                 self.draft_chance += _GUESS_WEIGHT * (is_right - self.draft_chance)
+                self.chances[_kind(confidence)] += _GUESS_WEIGHT * (is_right - self.chances[_kind(confidence)])
         else:
             self.draft_chance += _FORGETTING * (_FIRST_CHANCE - self.draft_chance)
 

@@ -342,19 +342,8 @@ class Engine:
     def _run(self, batch: Batch, tensors: KVTensors, *, is_dense: bool = False) -> mx.array | None:
         """The graph of one forward; its logits `[num_logits, vocab]`, if any row needs them."""
         self._step.begin(batch, tensors, is_dense=is_dense)
-        in_place = self._step.updates_states_in_place
-        states = self.caches.states
-        if states and in_place:
-            # Of a step that was not in place.
-            tensors.settle_states()
-        elif states:
-            mixers.begin_states(batch, tensors)
-        lays_in = states if batch.is_flat or in_place else []
-        for state in lays_in:
-            state.begin()
-        logits = self._loaded.model(batch.tokens, cache=self.caches.nested)
-        for state in lays_in:
-            state.end()
+        with mixers.states_of(self.caches.states, self._step):
+            logits = self._loaded.model(batch.tokens, cache=self.caches.nested)
         self.caches.forget()
         return models.sampled_logits(logits, batch) if batch.sampled_rows else None
 

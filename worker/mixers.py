@@ -10,8 +10,8 @@ Where kernels update states in their slots, nothing is cut: what is laid in are 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -113,6 +113,23 @@ class StateCache(ArraysCache):
     def _check_flat(self) -> None:
         if self.is_cut:
             raise UnsupportedModelError("a layer reads a recurrent state outside of a mixer that is known")
+
+
+@contextmanager
+def states_of(states: Sequence[StateCache], step: Step) -> Iterator[None]:
+    """While the model runs the rows of a step that has begun: its recurrent states are there, and kept."""
+    batch, tensors, in_place = step.batch, step.tensors, step.updates_states_in_place
+    if states and in_place:
+        # Of a step that was not in place.
+        tensors.settle_states()
+    elif states:
+        begin_states(batch, tensors)
+    lays_in = states if batch.is_flat or in_place else []
+    for state in lays_in:
+        state.begin()
+    yield
+    for state in lays_in:
+        state.end()
 
 
 def begin_states(batch: Batch, tensors: KVTensors) -> None:

@@ -19,7 +19,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _download, load_config, load_model
 
-from worker import attention, cpu_math, cpu_rope, discovery, fused_rope, inspection, latent, mixers, overrides
+from worker import (
+    attention,
+    cpu_math,
+    cpu_rope,
+    cpu_states,
+    discovery,
+    fused_rope,
+    inspection,
+    latent,
+    mixers,
+    overrides,
+)
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
 from worker.kv_shapes import CacheShape, StateShape
@@ -196,7 +207,8 @@ def attach(loaded: LoadedModel, step: Step) -> AttachedCaches:
     attention.install()
     if cpu_math.is_available():
         cpu_math.install()
-        cpu_rope.install(step)
+        cpu_rope.install()
+        cpu_states.install()
     if step.kernels.rope is not None:
         fused_rope.install(step, step.kernels.rope)
     _attach_head(loaded.model, step)

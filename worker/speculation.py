@@ -15,13 +15,15 @@ from collections.abc import Sequence
 
 from protos.cidery.v1 import sampling_pb2
 from worker.draft import DraftModel, Wanted
-from worker.drafting import Drafting, Source, StepCost, net_gain, paying_depth
+from worker.drafting import Drafting, Outlook, Source, StepCost, net_gain, paying_depth
 from worker.errors import ProtocolError
 from worker.ngram import NgramProposer
 from worker.sequences import SequenceState
 
 # A state that has seen a wrong draft is left as it was, and the next step runs what was right of it again.
 _REPLAY_FACTOR = 2.0
+# Of a forward of the draft model, what a row more costs.
+_CHECK_SHARE = 0.1
 _OFF = (sampling_pb2.SPECULATION_UNSPECIFIED, sampling_pb2.SPECULATION_OFF)
 
 
@@ -68,6 +70,7 @@ class Speculation:
         """Guesses for the next rows of sequences that may have so many, beside `num_rows` rows of all, by seq_id."""
         found: dict[int, list[int]] = {}
         wanted: dict[int, Wanted] = {}
+        by_id: dict[int, Drafting] = {}
         for sequence, max_drafts in granted:
             drafting = sequence.drafting
             assert drafting is not None
@@ -75,12 +78,15 @@ class Speculation:
             source, depth = (Source.GRAMMAR, len(forced)) if forced else self._choose(drafting, num_rows)
             drafting.source, depth = source, min(depth, max_drafts)
             if source is Source.DRAFT and depth:
-                wanted[sequence.seq_id] = Wanted(sequence.token_ids, depth)
+                by_id[sequence.seq_id] = drafting
+                wanted[sequence.seq_id] = self._wanted(sequence.token_ids, drafting, depth, num_rows)
             else:
                 found[sequence.seq_id] = forced[:depth] if forced else drafting.ngram.propose(depth)
         if wanted:
             assert self._draft is not None
-            found |= self._draft.propose(wanted)
+            for seq_id, guesses in self._draft.propose(wanted).items():
+                found[seq_id] = [guess.token_id for guess in guesses]
+                by_id[seq_id].confidences = [guess.confidence for guess in guesses]
         return {sequence.seq_id: _usable(sequence, found.get(sequence.seq_id, [])) for sequence, _ in granted}
 
     def num_wanted(self, sequence: SequenceState, num_rows: int) -> int:
@@ -94,6 +100,19 @@ class Speculation:
         # With states, a plan without drafts can be made before its turn, which one with drafts can't.
         return 0 if source is Source.NGRAM and self._has_states and not drafting.ngram.propose(1) else depth
 
+    def _wanted(self, token_ids: Sequence[int], drafting: Drafting, depth: int, num_rows: int) -> Wanted:
+        """Of the draft model: guesses up to a depth, as far as they pay; quickly where look-up knows what it says."""
+        num_likely = min(depth - 1, paying_depth(drafting.chance, _CHECK_SHARE))
+        return Wanted(
+            token_ids, depth, drafting.ngram.propose(num_likely), Outlook(drafting.chances, self._draft_share(num_rows))
+        )
+
+    def _draft_share(self, num_rows: int) -> float:
+        """What a guess by the draft model and its row take of a step, for each of so many rows."""
+        assert self._draft is not None
+        replays = _REPLAY_FACTOR if self._has_states else 1.0
+        return min(1.0, self.cost.row_share(num_rows, self._draft.token_s / num_rows) * replays)
+
     def _choose(self, drafting: Drafting, num_rows: int) -> tuple[Source, int]:
         """By what to guess, and how far: whatever gains most, or what was asked for."""
         if drafting.always is not None:
@@ -104,10 +123,11 @@ class Speculation:
         if self._draft is None:
             return Source.NGRAM, depth
         gain = net_gain(drafting.chance, share, depth) if drafting.ngram.propose(1) else 0.0
-        dearer = min(1.0, self.cost.row_share(num_rows, self._draft.token_s / num_rows) * replays)
+        dearer = self._draft_share(num_rows)
         deeper = min(self.max_drafts, paying_depth(drafting.draft_chance, dearer))
         if net_gain(drafting.draft_chance, dearer, deeper) > gain:
-            return Source.DRAFT, deeper
+            # How far it goes is seen guess by guess, from how sure the model is.
+            return Source.DRAFT, self.max_drafts
         return Source.NGRAM, depth
 
 

@@ -118,7 +118,7 @@ class Trace:
 
     @property
     def backlog_s(self) -> float:
-        """How long the request would wait on the Mac that has least to do. O(Macs)."""
+        """How long the Mac that has least to do takes for it. O(Macs)."""
         return min(self.view.standings[slot].wait_s for slot in self.view.open_slots)
 
     def explain(self, request_id: str) -> Explanation:

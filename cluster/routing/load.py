@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from cluster.kv.hashing import BlockHash
 from cluster.routing.mac import MacLoad
 from cluster.routing.pending import PendingChains, PendingNode, num_common
+from cluster.routing.predict import Prompt
 
 
 class Booking:
@@ -23,6 +24,7 @@ class Booking:
         "is_prediction",
         "num_ahead_tokens",
         "num_done_tokens",
+        "num_held_tokens",
         "num_predicted_tokens",
         "num_tokens",
         "pending",
@@ -31,6 +33,7 @@ class Booking:
         "serial",
         "slot",
         "stop_depth",
+        "turn",
     )
 
     def __init__(
@@ -46,6 +49,7 @@ class Booking:
         booked_at_s: float = 0.0,
         predicted_s: float = 0.0,
         factor: float = 1.0,
+        num_held_tokens: int | None = None,
         num_ahead_tokens: int = 0,
         stop_depth: int = 0,
     ) -> None:
@@ -53,6 +57,8 @@ class Booking:
         self.slot = slot
         self.block_hashes = block_hashes
         self.num_tokens = num_tokens
+        # What is there already; prompts under way may compute more of it first.
+        self.num_held_tokens = num_predicted_tokens if num_held_tokens is None else num_held_tokens
         self.num_predicted_tokens = num_predicted_tokens
         self.num_done_tokens = num_predicted_tokens
         self.expires_at_s = expires_at_s
@@ -67,27 +73,26 @@ class Booking:
         self.stop_depth = stop_depth
         # Its number among those of its slot.
         self.serial = 0
+        # What its Mac has computed when it comes, and its own tokens: the least goes first.
+        self.turn = 0
         self.has_first_token = False
         self.pending: PendingNode | None = None
 
 
 class LoadBook:
-    """Bookings by request; totals by slot, in lists that a decision reads as they are.
-
-    `prefill_work` is the sum of tokens times twice their mean context, as an integer: what attention over the past
-    costs, in pairs of tokens.
-    """
+    """Bookings by request; totals by slot, in lists that a decision reads as they are."""
 
     def __init__(self) -> None:
         self.pending = PendingChains()
         self.num_prefilling: list[int] = []
         self.num_prefill_tokens: list[int] = []
-        self.prefill_work: list[int] = []
         self.num_decoding: list[int] = []
         self.decode_context_tokens: list[int] = []
         self._bookings: dict[str, Booking] = {}
         self._prefilling: list[dict[str, Booking]] = []
         self._num_booked: list[int] = []
+        # Prompt tokens computed there: the clock of turns.
+        self._num_prefilled: list[int] = []
 
     def add_slot(self) -> None:
         """One more Mac."""
@@ -95,6 +100,7 @@ class LoadBook:
             totals.append(0)
         self._prefilling.append({})
         self._num_booked.append(0)
+        self._num_prefilled.append(0)
 
     def book(self, booking: Booking) -> None:
         """In place of the request's earlier booking, if any."""
@@ -103,6 +109,7 @@ class LoadBook:
         self._prefilling[booking.slot][booking.request_id] = booking
         self._num_booked[booking.slot] += 1
         booking.serial = self._num_booked[booking.slot]
+        booking.turn = self._num_prefilled[booking.slot] + booking.num_tokens - booking.num_held_tokens
         if booking.block_hashes:
             booking.pending = self.pending.add(booking.slot, booking.block_hashes)
         self._count(booking, 1)
@@ -126,7 +133,9 @@ class LoadBook:
             if depth > first:
                 self._count(booking, -1)
                 # One token is left until the first one of the answer is there.
-                booking.num_done_tokens = min(depth * block_size, booking.num_tokens - 1)
+                num_done = min(depth * block_size, booking.num_tokens - 1)
+                self._num_prefilled[slot] += num_done - booking.num_done_tokens
+                booking.num_done_tokens = num_done
                 self._count(booking, 1)
             if depth == len(hashes) > booking.stop_depth:
                 self._confirm(booking)
@@ -136,6 +145,7 @@ class LoadBook:
         booking = self._bookings.get(request_id)
         if booking is not None and not booking.has_first_token:
             self._count(booking, -1)
+            self._num_prefilled[booking.slot] += booking.num_tokens - booking.num_done_tokens
             booking.has_first_token = True
             del self._prefilling[booking.slot][request_id]
             self._count(booking, 1)
@@ -182,14 +192,16 @@ class LoadBook:
                     most = max(most, booking.stop_depth)
         return most
 
-    def longest(self, slot: int) -> tuple[int, int]:
-        """Tokens and work of the prompt there that has most tokens left. O(prompts under way there)."""
-        left, work = 0, 0
+    def turns(self, slot: int) -> list[Prompt]:
+        """The prompts under way there, in the order in which they will be computed. O(n log n) for n of them."""
+        clock, prompts = self._num_prefilled[slot], []
         for booking in self._prefilling[slot].values():
-            num_left = booking.num_tokens - booking.num_done_tokens
-            if num_left > left:
-                left, work = num_left, num_left * (booking.num_done_tokens + booking.num_tokens)
-        return left, work
+            num_done, num_tokens = booking.num_done_tokens, booking.num_tokens
+            prompts.append(
+                (booking.turn - clock, num_tokens - num_done, (num_tokens - num_done) * (num_done + num_tokens))
+            )
+        prompts.sort()
+        return prompts
 
     def __len__(self) -> int:
         return len(self._bookings)
@@ -232,13 +244,11 @@ class LoadBook:
         num_left = booking.num_tokens - booking.num_done_tokens
         self.num_prefilling[slot] += sign
         self.num_prefill_tokens[slot] += sign * num_left
-        self.prefill_work[slot] += sign * num_left * (booking.num_done_tokens + booking.num_tokens)
 
     def _totals(self) -> tuple[list[int], ...]:
         return (
             self.num_prefilling,
             self.num_prefill_tokens,
-            self.prefill_work,
             self.num_decoding,
             self.decode_context_tokens,
         )

@@ -229,6 +229,7 @@ class ModelFleet:
                 if num_matched == view.num_held[slot]
                 else 0.0,
                 factor=member.correction.factor,
+                num_held_tokens=view.num_held[slot],
                 num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_chunk_tokens + self.block_size,
                 stop_depth=parting(trace.match, slot) if self._keeps_ends else 0,
             )
@@ -292,10 +293,7 @@ class ModelFleet:
                     max(1, member.info.token_capacity),
                 ),
                 self._config,
-                num_prefilling=loads.num_prefilling[slot],
-                num_prefill_tokens=loads.num_prefill_tokens[slot],
-                prefill_work=loads.prefill_work[slot],
-                longest=loads.longest(slot),
+                prompts=loads.turns(slot),
                 num_decoding=loads.num_decoding[slot] + member.num_foreign,
                 decode_context_tokens=loads.decode_context_tokens[slot],
                 hot_tokens=self.hot.num_blocks[slot] * self.block_size,
@@ -359,7 +357,7 @@ _PLANS_IN_FLIGHT = 2
 _WITH_ENDS = (SlidingWindowSpec, ChunkedLocalSpec, RecurrentStateSpec)
 # Predictions are no better than this: what might just be met is tried.
 _DEADLINE_SLACK = 1.25
-_NOBODY = Standing((float("inf"), *(0.0,) * 7), *(float("inf"),) * 2, *(0.0,) * 15, 0, 0, 0, 0, 1)
+_NOBODY = Standing((float("inf"), *(0.0,) * 7, (), ()), *(float("inf"),) * 2, (), (), *(0.0,) * 12, 0, 0, 0, 0, 1)
 _CLOSED = {MacState.CORDONED: "cordoned", MacState.DRAINING: "draining", MacState.LOST: "lost"}
 
 

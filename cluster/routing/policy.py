@@ -52,15 +52,15 @@ class PredictedSeconds:
         num_tokens, num_output = view.num_tokens, view.num_output
         standings, num_held, num_matched = view.standings, view.num_held, view.num_matched
         limit_s, totals = inf, []
-        bases = base_s(standings, view.open_slots, num_matched, num_tokens, num_output)
-        for base, slot in sorted(zip(bases, view.open_slots, strict=True)):
+        bases = base_s(standings, view.open_slots, num_held, num_matched, num_tokens, num_output)
+        for base, slot, turn_s in sorted(bases):
             # Most Macs are out of the question by that already; for the others it is worked out what prompts under way
             # there add, or take off.
             if base > limit_s and num_matched[slot] <= num_held[slot]:
                 continue
             total_s = base
-            if standings[slot].wait_s:
-                total_s += beside_s(standings[slot], num_held[slot], num_matched[slot], num_tokens, num_output)
+            if standings[slot].turns:
+                total_s += beside_s(standings[slot], turn_s, num_held[slot], num_matched[slot], num_output)
             totals.append((total_s, slot))
             limit_s = min(limit_s, max(total_s * (1 + TIE), total_s + TIE_S))
         equal = [slot for total_s, slot in totals if total_s <= limit_s]

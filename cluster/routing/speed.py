@@ -1,12 +1,12 @@
 """How long a Mac's steps take, learnt from those that it reports.
 
-One straight line for all of them: a step of P prefill tokens at a mean context of X beside D decode rows over C tokens
+One law for all of them: a step of P prefill tokens at a mean context of X beside D decode rows over C tokens
 
-    seconds = step + token * P + context * P * X + row * D + row_context * C
+    seconds = max(step, token * P + context * P * X) + row * D + row_context * C
 
-is fitted by a Kalman filter on relative errors, so that short and long steps count alike. The first few observations
-only scale the assumed line (their median ratio: one stalled step must not make a Mac look dead); after that one counts
-at most as three times the usual error.
+(weights are read while tokens are computed, whichever takes longer) is fitted by a Kalman filter on relative errors, so
+that short and long steps count alike. The first few observations only scale the assumed law (their median ratio: one
+stalled step must not make a Mac look dead); after that one counts at most as three times the usual error.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class StepCosts:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Of the first tokens of a prompt, in steps of 512."""
-        return 512.0 / (self.step_s + 512.0 * (self.token_s + 256.0 * self.context_s))
+        return 512.0 / max(self.step_s, 512.0 * (self.token_s + 256.0 * self.context_s))
 
     @property
     def decode_step_s(self) -> float:
@@ -75,7 +75,7 @@ def assumed_costs(prefill_tokens_per_s: float) -> StepCosts:
     token_s = 1.0 / prefill_tokens_per_s
     return StepCosts(
         step_s=16.0 * token_s,
-        token_s=token_s * (1.0 - 16.0 / 512.0),
+        token_s=token_s,
         context_s=token_s / 32_768.0,
         row_s=token_s,
         row_context_s=token_s / 2_048.0,
@@ -101,19 +101,14 @@ class StepModel:
         """Learn from a step; one that took no time or did nothing is not counted."""
         if sample.seconds <= 0.0 or not sample.num_prefill_tokens + sample.num_decoding:
             return
-        features = (
-            1.0,
-            float(sample.num_prefill_tokens),
-            sample.num_prefill_tokens * sample.prefill_context_tokens,
-            float(sample.num_decoding),
-            float(sample.decode_context_tokens),
-        )
         self.num_observed += 1
         if len(self._ratios) < NUM_SCALING:
-            self._ratios.append(sample.seconds / _dot(self._assumed.weights, features))
+            assumed = self._assumed.weights
+            self._ratios.append(sample.seconds / _dot(assumed, _features(sample, assumed)))
             ratio = sorted(self._ratios)[len(self._ratios) // 2]
             self._start_from(self._assumed.times(ratio))
             return
+        features = _features(sample, self._weights)
         predicted = _dot(self._weights, features)
         limit = _CLAMP * self._usual_error
         error = min(max(sample.seconds / predicted - 1.0, -limit), limit)
@@ -171,6 +166,16 @@ def shape_of(models: Sequence[StepModel]) -> tuple[float, ...]:
         / sum(certainties[i] + least for certainties, _, _ in known)
         for i in range(5)
     )
+
+
+def _features(sample: StepSample, weights: Sequence[float]) -> tuple[float, float, float, float, float]:
+    """What the weights are multiplied by: of reading weights and computing tokens, what takes longer by them."""
+    num_tokens = float(sample.num_prefill_tokens)
+    num_pairs = num_tokens * sample.prefill_context_tokens
+    rows = float(sample.num_decoding), float(sample.decode_context_tokens)
+    if weights[1] * num_tokens + weights[2] * num_pairs > weights[0]:
+        return (0.0, num_tokens, num_pairs, *rows)
+    return (1.0, 0.0, 0.0, *rows)
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:

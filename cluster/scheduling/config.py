@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class SchedulerConfig:
     """Raises ValueError naming field, value and allowed range.
 
-    One step runs at most `max_num_batched_tokens` tokens: one of each decoding sequence, the rest prefill, of which one
-    sequence gets at most `max_chunk_tokens` so that a short prompt can go beside a long one.
+    One step runs at most `max_num_batched_tokens` tokens: one of each decoding sequence, the rest prefill. Prompts that
+    don't end in it get at most `max_chunk_tokens` of it together, so that neither rows that decode nor the first tokens
+    of short prompts wait for more; several that end may fill it.
     """
 
     # Prompt and generated tokens of one sequence.

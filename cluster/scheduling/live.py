@@ -45,6 +45,10 @@ class LiveRequest:
     seq_id: int = 0
     # What the worker would like to guess beside its next row.
     num_wanted_drafts: int = 0
+    # Prompt tokens that the Mac had planned when it came; with those on top that it had to compute itself then, its
+    # turn: the lowest goes first. None until it is looked at.
+    came_at: int = 0
+    turn: int | None = None
     # The newest plan that has a row of it.
     last_step_id: int = 0
     num_cached_tokens: int = 0

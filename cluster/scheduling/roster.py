@@ -27,10 +27,13 @@ class Roster:
         # Of sequences that stopped since the last plan: it tells the worker.
         self.released_seq_ids: list[int] = []
         self.num_preemptions = 0
+        # Of prompts, planned so far: the clock of their turns.
+        self.num_prefilled_tokens = 0
         self._next_seq_id = 1
 
     def add(self, live: LiveRequest) -> None:
         """A new request waits."""
+        live.came_at = self.num_prefilled_tokens
         self.by_id[live.request.request_id] = live
         self.waiting.push(live)
         self.num_waiting_tokens += live.cost_tokens

@@ -34,6 +34,8 @@ class StepBuilder:
         self.resizes = resizes
         self.slices: list[Slice] = []
         self.checkpoints: list[Checkpoint] = []
+        # Of prompts.
+        self.num_prefill_tokens = 0
         # Rows whose logits are wanted for what they say of a prompt.
         self.num_scored = 0
         self._new_sequences: list[NewSequence] = []

@@ -1,10 +1,14 @@
-"""Which rows run in the next step, and whose memory they take: decodes, then prefills, then newcomers.
+"""Which rows run in the next step, and whose memory they take: decodes, then prompts in their turns.
+
+A prompt's turn is what the Mac had prefilled when it came plus what it has to compute itself, in tokens: so short ones
+overtake long ones, but only until those have let as many tokens pass as they have themselves.
 
 Whose turn it is among those that wait is the queue's to say. Whoever lacks blocks takes them from the lowest priority,
 the latest admitted first. So the first of the highest priority always gets what it needs, and all end. One that higher
 priorities kept waiting for too long counts as of the highest from its admission on.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from cluster.kv.manager import KVCacheManager
@@ -41,13 +45,21 @@ class StepPlanner:
 
     def fill(self, step: StepBuilder, now_s: float) -> None:
         """All rows of one step."""
-        prefilling = self._plan_decodes(step)
+        prefilling = sorted(self._plan_decodes(step), key=self._turns())
         budget = self._config.max_num_batched_tokens - len(step.slices) - sum(s.max_drafts for s in step.slices)
         if step.slices:
             budget = self.pace.max_prefill_tokens(budget)
+        if self._roster.waiting and prefilling:
+            # Those that go before all who are being prefilled.
+            budget = self._admit(budget, step, now_s, before=prefilling[0])
         budget = self._plan_prefills(prefilling, budget, step)
         if self._roster.waiting:
             self._admit(budget, step, now_s)
+
+    def _turns(self) -> Callable[[LiveRequest], tuple[int, int]]:
+        """A sort key: the higher priority first, then who will have waited least beside its own length."""
+        priority_of = priorities_among(self._roster.running)
+        return lambda live: (-priority_of(live), live.turn or 0)
 
     def _plan_decodes(self, step: StepBuilder) -> list[LiveRequest]:
         """One row for every running request that needs just one to reach its next token; returns the others."""
@@ -76,7 +88,7 @@ class StepPlanner:
         return [live for live in self._roster.running if live.num_planned + 1 != live.num_ahead]
 
     def _plan_prefills(self, prefilling: list[LiveRequest], budget: int, step: StepBuilder) -> int:
-        """Chunks for admitted requests, in order of admission; returns what is left of the budget."""
+        """Chunks for admitted requests, in their turns; returns what is left of the budget."""
         for live in prefilling:
             # A chunk may have preempted a later one of these.
             if live.is_running and budget > 0 and self._has_room(live, step):
@@ -86,7 +98,9 @@ class StepPlanner:
     def _plan_chunk(self, live: LiveRequest, budget: int, step: StepBuilder) -> int:
         """The next chunk of one prompt; returns its tokens, 0 if there are no blocks for it in this step."""
         start, num_known = live.num_planned, len(live.token_ids)
-        num_tokens = min(num_known - start, budget, self._config.max_chunk_tokens)
+        num_tokens = self._chunk_of(num_known - start, budget, step)
+        if not num_tokens:
+            return 0
         if live.is_scoring:
             num_tokens = min(num_tokens, self._config.max_scored_tokens - step.num_scored)
         if self._kv.has_states:
@@ -95,6 +109,8 @@ class StepPlanner:
         if new_blocks is None:
             return 0
         step.num_scored += num_tokens if live.is_scoring else 0
+        step.num_prefill_tokens += num_tokens
+        self._roster.num_prefilled_tokens += num_tokens
         live.num_planned = start + num_tokens
         samples = live.num_planned == num_known
         live.num_ahead = num_known + samples
@@ -105,6 +121,17 @@ class StepPlanner:
         elif self._keeps_on_the_way(live, start):
             step.checkpoint(live, start, PointKind.INTERVAL)
         return num_tokens
+
+    def _chunk_of(self, num_left: int, budget: int, step: StepBuilder) -> int:
+        """Tokens of a prompt in this step.
+
+        Prompts that end in it may fill it. The others make up for one chunk at most, or the first tokens of those and
+        the rows that decode would have to wait for them.
+        """
+        chunk = self._config.max_chunk_tokens
+        if num_left <= min(budget, chunk):
+            return num_left
+        return min(budget, max(0, chunk - step.num_prefill_tokens))
 
     def _has_room(self, live: LiveRequest, step: StepBuilder) -> bool:
         """Each row that is scored takes a vocabulary's worth of memory."""
@@ -133,7 +160,7 @@ class StepPlanner:
                 return None
             self._roster.preempt(victim)
 
-    def _admit(self, budget: int, step: StepBuilder, now_s: float) -> None:
+    def _admit(self, budget: int, step: StepBuilder, now_s: float, before: LiveRequest | None = None) -> int:
         """Let waiting requests in, in the queue's order, as long as all their known tokens fit.
 
         Only those are passed over whose prefix is being computed for another: they wait for it.
@@ -143,30 +170,43 @@ class StepPlanner:
         block_bytes = self._kv.block_bytes
         reserved_bytes = sum(block_bytes + self._owed_bytes(live) for live in self._roster.running)
         running, num_passed_over = self._roster.running, 0
+        turns = self._turns()
+        passed_tenant: str | None = None
         for live in self._roster.waiting.candidates(now_s):
             if budget <= 0 or len(running) >= self._config.max_num_seqs or num_passed_over > _MAX_PASSED_OVER:
-                return
+                return budget
             if not self._roster.is_settled(live):
-                return  # Preempted, and a plan in flight still brings a token of it.
+                return budget  # Preempted, and a plan in flight still brings a token of it.
             if not self._has_room(live, step):
                 num_passed_over += 1
                 continue
             computed = self._look_up(live)
+            if live.turn is None:
+                live.turn = live.came_at + len(live.token_ids) - computed.num_tokens
             # Whoever has to run its rows in any case gains nothing by waiting.
             if not live.runs_all and self._waits_for_sibling(live, computed, running):
+                num_passed_over += 1
+                continue
+            has_turn = before is None or turns(live) < turns(before)
+            if not self._chunk_of(len(live.token_ids) - computed.num_tokens, budget, step):
+                has_turn = False
+            if not has_turn or passed_tenant not in (None, live.tenant):
+                # Whose turn it is among tenants is the queue's to say, however short their prompts are.
+                passed_tenant = live.tenant if passed_tenant is None else passed_tenant
                 num_passed_over += 1
                 continue
             if not running and not self._kv.can_allocate(computed, len(live.token_ids)):
                 # What it would go on from is in its own way: it has the whole cache, but not a block more.
                 computed = NO_HIT
             if not self._kv.can_allocate(computed, len(live.token_ids), reserved_bytes=reserved_bytes):
-                return
+                return budget
             self._roster.admit(live, now_s)
             self._start(live, computed, step, now_s)
             num_tokens = self._plan_chunk(live, budget, step)
             assert num_tokens > 0, "admission promised room for the whole sequence"
             budget -= num_tokens
             reserved_bytes += block_bytes + self._owed_bytes(live)
+        return budget
 
     def _look_up(self, live: LiveRequest) -> ComputedBlocks:
         """The cached prefix; looked up again only if the answer may have changed."""

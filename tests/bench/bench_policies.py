@@ -1,14 +1,17 @@
 """Routing policies on simulated fleets: hit rate, TTFT, end to end, every policy in one table.
 
     python -m tests.bench.bench_policies --traces FOLDER --quick
-    python -m tests.bench.bench_policies --traces FOLDER --seeds 3 --json-out policies.json
+    python -m tests.bench.bench_policies --traces FOLDER --seeds 3 --rows rows.jsonl --json-out policies.json
+    python -m tests.bench.bench_policies --traces FOLDER --only conversation:mixed:dense --policies round_robin
 
 16 Macs on virtual time; the routers, schedulers and KV managers are the real ones (see `cidery simulate`). One set of
 defaults for all cases. Policies were tuned on sessions with even numbers (`--half even`); the report is of the odd
 ones. "-wrong" is our policy on a fleet that tells it wrong step times: those with prefill twice as long as they were;
-"-skewed": all steps of every other Mac twice as long. A run can be cut in pieces: `--rows-out` keeps its rows,
-`--rows-in` reports them. One JSON line on stdout; progress and tables on stderr. It ends with 0 whatever the figures
-are.
+"-skewed": all steps of every other Mac twice as long. `load` is the work of all requests, prefill and rows, by what
+the fleet could do from the first arrival to the last. Every row is appended to the file `--rows` as soon as it is
+there; runs that it has already are not run again, so a run that was cut goes on where it ended. One seed after the
+other, so that every case has one first. One JSON line on stdout; progress and tables on stderr. It ends with 0 whatever
+the figures are.
 """
 
 import argparse
@@ -24,9 +27,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.routing.config import RoutingConfig
 from cluster.simulate import fewer_collections
+from cluster.simulation.cost_model import CostModel
 from cluster.simulation.errors import BadInput
 from cluster.simulation.fleet import FleetSpec
-from cluster.simulation.outcome import hit_error, hit_rate
+from cluster.simulation.outcome import Outcome, hit_error, hit_rate
 from cluster.simulation.report import distribution
 from cluster.simulation.simulation import Options, Simulation
 from cluster.simulation.trace import Trace
@@ -72,6 +76,7 @@ class Case:
             "seed": seed,
             "requests": len(outcome.requests),
             "rejected": len(outcome.requests) - len(served),
+            "load": round(load_of(outcome, fleet), 3),
             "hit_rate": round(hit_rate(served), 4),
             "hit_error": round(hit_error(served), 5),
             "ttft_s": distribution([each.first_token_s for each in served if each.first_token_s is not None]),
@@ -102,37 +107,64 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for fleet in options.fleets
         for workload in options.workloads
         for policy in options.policies
+        if not options.only or f"{workload}:{fleet}:{model}" in options.only
     ]
-    rows: list[Row] = []
-    if options.rows_in:
-        rows, cases = [json.loads(line) for line in options.rows_in.read_text().splitlines()], []
+    seeds = range(options.seed, options.seed + options.seeds)
+    rows = _rows_of(options.rows)
+    done = {_run_of(row) for row in rows}
+    runs = [(case, seed) for seed in seeds for case in cases if (case, seed, options.requests) not in done]
     halves: dict[str, Trace] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(cases) * options.seeds)
-        for case in cases:
+        task = progress.add_task("", total=len(runs))
+        for case, seed in () if options.report_only else runs:
             progress.update(task, description=" ".join((case.workload, case.fleet, case.model, case.policy)))
             if case.workload not in halves:
                 halves[case.workload] = read_half(case.workload, options.traces, options.half)
-            for seed in range(options.seed, options.seed + options.seeds):
-                trace = with_load(case.workload, halves[case.workload], seed, options.requests)
-                rows.append(case.run(trace, seed))
-                if options.rows_out:
-                    with options.rows_out.open("a") as file:
-                        file.write(json.dumps(rows[-1]) + "\n")
-                progress.advance(task)
+            trace = with_load(case.workload, halves[case.workload], seed, options.requests, case.fleet)
+            rows.append({**case.run(trace, seed), "asked": options.requests})
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+            progress.advance(task)
     return {
         "bench": "policies",
         "commit": commit,
         "dirty": dirty,
         "half": options.half,
-        "seeds": list(range(options.seed, options.seed + options.seeds)),
+        "seeds": list(seeds),
         "requests": options.requests,
         "machine": serve_report.machine(),
         "duration_s": round(time.monotonic() - started_s, 1),
         "bars": policies_report.bars(rows, OURS, WRONG, SKEWED),
         "rows": rows,
     }
+
+
+def load_of(outcome: Outcome, fleet: FleetSpec) -> float:
+    """Prefill that no cache spared, and the answers' rows, by what the Macs can do until the last arrival."""
+    costs, work_s = CostModel(), 0.0
+    for each in outcome.served:
+        new, cached = each.num_prompt_tokens - each.num_cached_tokens, each.num_cached_tokens
+        work_s += new * (1 + (cached + new / 2) / costs.context_doubling_tokens) / costs.prefill_tokens_per_s
+        context = each.num_prompt_tokens + each.num_output_tokens / 2
+        work_s += each.num_output_tokens * (costs.row_s + costs.context_token_s * context)
+    until_s = max(each.arrived_s for each in outcome.requests)
+    return work_s / until_s / sum(mac.costs.speed for mac in fleet.macs)
+
+
+def _rows_of(file: Path | None) -> list[Row]:
+    """What earlier runs have left there. A last line that was cut is run again."""
+    if file is None or not file.exists():
+        return []
+    *lines, rest = file.read_text().split("\n")
+    if rest:
+        file.write_text("".join(f"{line}\n" for line in lines))
+    return [json.loads(line) for line in lines]
+
+
+def _run_of(row: Row) -> tuple[Case, int, int]:
+    return Case(row["workload"], row["fleet"], row["model"], row["policy"]), row["seed"], row["asked"]
 
 
 def main() -> int:
@@ -181,8 +213,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--json-out", type=Path, help="write the JSON line to this file too")
-    parser.add_argument("--rows-out", type=Path, help="append every row to this file as soon as it is there")
-    parser.add_argument("--rows-in", type=Path, help="report the rows of this file instead of running anything")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="cases: workload:fleet:model,...")
+    parser.add_argument("--rows", type=Path, help="file of rows: those there are not run again, new ones are appended")
+    parser.add_argument("--report-only", action="store_true", help="run nothing, report the rows that are there")
     options = parser.parse_args()
     if options.quick:
         options.requests, options.seeds = QUICK_REQUESTS, 1

@@ -60,7 +60,9 @@ WORKLOADS = {
     "synthetic": Workload(Path("mooncake/synthetic_trace.jsonl.gz"), rate=0.5),
     "agents": Workload(Path("agentic/claude_code_sessions.rle.jsonl.gz"), starts_per_s=0.03),
 }
-FLEETS = ("uniform", "mixed")
+# `mixed-eased`: arrivals take the same share of the mixed fleet's capacity as of the uniform one's.
+FLEETS = ("uniform", "mixed", "mixed-eased")
+MIXED_CAPACITY = (NUM_MACS - NUM_SLOW * (1 - SLOW_SPEED)) / NUM_MACS
 HALVES = {"even": 0, "odd": 1}
 
 
@@ -70,14 +72,14 @@ def read_half(name: str, folder: Path, half: str) -> Trace:
     return trace.select(lambda r: r.session % 2 == HALVES[half] and r.num_tokens <= MAX_LENGTH)
 
 
-def with_load(name: str, half: Trace, seed: int, num_requests: int | None) -> Trace:
+def with_load(name: str, half: Trace, seed: int, num_requests: int | None, fleet: str = "uniform") -> Trace:
     """Arrivals by the seed: when sessions start, or where within a tick of the trace's clock a request comes."""
-    workload = WORKLOADS[name]
+    workload, share = WORKLOADS[name], MIXED_CAPACITY if fleet == "mixed-eased" else 1.0
     if workload.starts_per_s:
-        trace = arrivals.started(arrivals.with_pauses(half, LONGEST_PAUSE_S), workload.starts_per_s, seed)
+        trace = arrivals.started(arrivals.with_pauses(half, LONGEST_PAUSE_S), workload.starts_per_s * share, seed)
     else:
         # Equal moments would make all seeds equal.
-        trace = arrivals.scaled(arrivals.jittered(half, workload.tick_s or 1.0, seed), 2 * workload.rate)
+        trace = arrivals.scaled(arrivals.jittered(half, workload.tick_s or 1.0, seed), 2 * workload.rate * share)
     return trace if num_requests is None else trace.first(num_requests)
 
 

@@ -23,14 +23,17 @@ def table(rows: Sequence[Row], width: int = 170) -> str:
     shown = Table()
     for name in ("workload", "fleet", "model", "policy"):
         shown.add_column(name, no_wrap=True)
-    for name in ("hit rate", "off by", "TTFT mean", "(seeds)", "p50", "p90", "e2e mean", "(seeds)", "rejected"):
-        shown.add_column(name, justify="right")
+    figures = "runs load hit-rate off-by TTFT-mean (seeds) p50 p90 e2e-mean (seeds) rejected"
+    for name in figures.split():
+        shown.add_column(name.replace("-", " "), justify="right")
     for key, by_policy in _cases(rows).items():
         shown.add_section()
         for policy, runs in by_policy.items():
             ttft, e2e = ([run[what]["mean"] for run in runs] for what in ("ttft_s", "e2e_s"))
             shown.add_row(
                 *(*key, policy),
+                f"{len(runs)} x {runs[0]['requests']}",
+                f"{fmean(run['load'] for run in runs):.2f}",
                 f"{fmean(run['hit_rate'] for run in runs):.3f}",
                 f"{fmean(run['hit_error'] for run in runs):.2%}",
                 *(f"{fmean(ttft):.2f}", f"{min(ttft):.2f}-{max(ttft):.2f}"),
@@ -53,9 +56,9 @@ def bars(rows: Sequence[Row], ours: str, wrong: str, skewed: str) -> list[dict[s
         ttft = {policy: _mean(runs, "ttft_s") for policy, runs in by_policy.items()}
         e2e = {policy: _mean(runs, "e2e_s") for policy, runs in by_policy.items()}
         best, quickest = min(rivals, key=ttft.__getitem__), min(rivals, key=e2e.__getitem__)
-        most = ttft[best] * (1 - _MIXED_LEAD if key[1] == "mixed" else 1 + _TTFT_SLACK)
+        most = ttft[best] * (1 - _MIXED_LEAD if key[1] != "uniform" else 1 + _TTFT_SLACK)
         name = " ".join(key)
-        bound = "10 % below" if key[1] == "mixed" else "within 2 % of"
+        bound = "10 % below" if key[1] != "uniform" else "within 2 % of"
         found.append(_bar(f"{name}: mean TTFT {bound} the best other", ttft[ours], ttft[best], best, most))
         found.append(
             _bar(f"{name}: end to end within 3 %", e2e[ours], e2e[quickest], quickest, e2e[quickest] * (1 + _E2E_SLACK))

@@ -4,12 +4,13 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from tests.bench import bench_policies
 from tests.bench.bench_policies import OURS, SKEWED, WRONG, misleading
-from tests.bench.policies_cases import FLEETS, MODELS, fleet_of
+from tests.bench.policies_cases import FLEETS, MIXED_CAPACITY, MODELS, fleet_of
 from tests.bench.policies_report import bars, table
 
 
@@ -18,8 +19,15 @@ def row(
 ) -> dict[str, Any]:
     times = {"mean": ttft, "p50": ttft, "p90": ttft, "p99": ttft}
     return {
-        **{"workload": "w", "fleet": fleet, "model": "dense", "policy": policy, "seed": seed},
-        **{"hit_rate": 0.5, "hit_error": error, "rejected": 0, "ttft_s": times, "e2e_s": times | {"mean": e2e}},
+        **{"workload": "w", "fleet": fleet, "model": "dense", "policy": policy, "seed": seed, "requests": 20},
+        **{
+            "hit_rate": 0.5,
+            "hit_error": error,
+            "rejected": 0,
+            "load": 0.8,
+            "ttft_s": times,
+            "e2e_s": times | {"mean": e2e},
+        },
     }
 
 
@@ -64,6 +72,8 @@ def test_a_quarter_of_a_mixed_fleet_is_slow(model: str) -> None:
     speeds = [[mac.costs.speed for mac in fleet_of(fleet, model).macs] for fleet in FLEETS]
     assert speeds[0] == [1.0] * 16
     assert sorted(speeds[1]) == [0.4] * 4 + [1.0] * 12
+    assert speeds[2] == speeds[1]
+    assert pytest.approx(sum(speeds[1]) / sum(speeds[0])) == MIXED_CAPACITY
 
 
 def test_misleading_fleets_run_at_their_true_speed() -> None:
@@ -84,15 +94,31 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (folder / "conversation_trace.jsonl.gz").write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--workloads", "conversation", "--models", "dense", "--seeds", "1", "--traces", str(tmp_path)]
     rows = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["bench", *options, "--rows-out", str(rows)])
+    monkeypatch.setattr(sys, "argv", ["bench", *options, "--rows", str(rows)])
     assert bench_policies.main() == 0
     result = json.loads(capsys.readouterr().out)
-    assert len(result["rows"]) == 2 * len(bench_policies.POLICIES)
+    assert len(result["rows"]) == 3 * len(bench_policies.POLICIES)
     assert {each["requests"] for each in result["rows"]} == {20}, "sessions with odd numbers"
+    assert all(each["load"] > 0 for each in result["rows"])
     assert result["bars"]
-    monkeypatch.setattr(sys, "argv", ["bench", *options, "--rows-in", str(rows)])
+    whole = rows.read_text()
+    rows.write_text(whole[:-30])
+    monkeypatch.setattr(sys, "argv", ["bench", *options, "--rows", str(rows), "--report-only"])
     assert bench_policies.main() == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == result["rows"]
+    assert json.loads(capsys.readouterr().out)["rows"] == result["rows"][:-1], "the row that was cut does not count"
+    monkeypatch.setattr(sys, "argv", ["bench", *options, "--rows", str(rows)])
+    assert bench_policies.main() == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [*result["rows"][:-1], approximately(result["rows"][-1])]
+    only = ["--only", "conversation:mixed:dense", "--policies", "round_robin"]
+    monkeypatch.setattr(sys, "argv", ["bench", *options, *only])
+    assert bench_policies.main() == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["fleet"], row["policy"]) == ("mixed", "round_robin")
+
+
+def approximately(row: dict[str, object]) -> dict[str, object]:
+    """But for the time that the run took."""
+    return {**row, "cpu_s": ANY}
 
 
 def test_traces_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""The CPU's attention, sigmoid and RoPE against MLX's."""
+"""The CPU's attention, sigmoid, RoPE and recurrent updates against MLX's and mlx-lm's."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from worker import cpu_math, cpu_rope
+from worker import cpu_math, cpu_rope, cpu_states
 from worker.attention import Step
 from worker.batch import Batch, Span
 from worker.kv_tensors import KVTensors
@@ -53,7 +53,7 @@ def test_shared_rope_rotates_bit_for_bit_like_mlx(dims, freqs, spans):
     freqs = freqs if freqs is None else freqs[: dims // 2]
     batch = Batch([Span([0] * n, start, list(range(1, 20)), samples=False) for start, n in spans], block_size=8)
     step = Step(twin_kernels())
-    shared = cpu_rope.SharedRope(step)
+    shared = cpu_rope.SharedRope()
     shape = (1, 3, batch.num_tokens, 16) if batch.is_flat else (batch.num_tokens, 3, 1, 16)
     x = mx.random.normal(shape)
     given = {"traditional": False, "base": None if freqs is not None else 1e4, "scale": 0.5, "offset": batch.offset}
@@ -64,3 +64,58 @@ def test_shared_rope_rotates_bit_for_bit_like_mlx(dims, freqs, spans):
     assert len(shared._tables) == 1
     step.end()
     assert mx.array_equal(shared(x, dims, freqs=freqs, **given), expected)
+
+
+@pytest.fixture
+def step():
+    """One that is being built."""
+    step = Step(twin_kernels())
+    step.begin(
+        Batch([Span([0], 5, [1], samples=True)], block_size=8), KVTensors((), groups=(), num_blocks=(), block_size=8)
+    )
+    yield step
+    step.end()
+
+
+def normal(*shape: int) -> mx.array:
+    return mx.random.normal(shape)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_one_token_of_mamba_2_is_as_mlx_lms(step, rows, groups):
+    heads, dim, size = 4, 6, 5
+    given = [normal(rows, 1, heads, dim), normal(heads), normal(rows, 1, groups, size), normal(rows, 1, groups, size)]
+    given += [normal(heads), normal(rows, 1, heads), normal(heads), normal(rows, heads, dim, size), (0.01, 3.0)]
+    expected = cpu_states._mlx_ssm_update(*given)
+    assert all(
+        mx.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(cpu_states.ssm_update(*given), expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("gates", [(), (5,)], ids=["one gate", "a gate for each element"])
+def test_one_token_of_a_gated_delta_net_is_as_mlx_lms(step, rows, key_heads, gates):
+    heads, key_dim, dim = 4, 5, 6
+    given = [normal(rows, 1, key_heads, key_dim), normal(rows, 1, key_heads, key_dim), normal(rows, 1, heads, dim)]
+    given += [mx.random.uniform(shape=(rows, 1, heads, *gates)), mx.random.uniform(shape=(rows, 1, heads))]
+    given += [normal(rows, heads, dim, key_dim)]
+    expected = cpu_states._mlx_gated_delta_ops(*given)
+    ours = cpu_states.gated_delta_ops(*given)
+    assert all(mx.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(ours, expected, strict=True))
+
+
+def test_what_is_not_one_token_in_a_step_is_left_to_mlx_lm(step, monkeypatch):
+    """Several tokens, half precision, no state yet, or no step."""
+    monkeypatch.setattr(cpu_states, "_mlx_gated_delta_ops", lambda *given: "theirs")
+
+    def update(num_tokens=1, dtype=mx.float32, *, has_state=True):
+        rows = mx.zeros((1, num_tokens, 2, 4), dtype)
+        state = mx.zeros((1, 2, 4, 4)) if has_state else None
+        return cpu_states.gated_delta_ops(rows, rows, rows, rows[..., 0], rows[..., 0], state)
+
+    assert update() != "theirs"
+    assert update(num_tokens=2) == update(dtype=mx.bfloat16) == update(has_state=False) == "theirs"
+    step.end()
+    assert update() == "theirs"

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from protos.cidery.v1 import sampling_pb2
+from worker.draft_memory import Guess
 from worker.drafting import StepCost, paying_depth
 from worker.errors import ProtocolError
 from worker.speculation import Speculation
@@ -77,7 +78,7 @@ class Sequence:
 
 
 class FakeDraft:
-    """Guesses sevens."""
+    """Guesses sevens, and is sure of them."""
 
     num_bytes = 5
 
@@ -85,7 +86,13 @@ class FakeDraft:
         self.token_s = token_s
 
     def propose(self, wanted):
-        return {seq_id: [7] * each.num_drafts for seq_id, each in wanted.items()}
+        return {seq_id: self._guesses(each) for seq_id, each in wanted.items()}
+
+    def _guesses(self, asked) -> list[Guess]:
+        guesses = [Guess(7, 1.0)]
+        while len(guesses) < asked.num_drafts and asked.is_worth_another(guesses):
+            guesses.append(Guess(7, 1.0))
+        return guesses
 
 
 def speculation(**fields) -> Speculation:
@@ -170,11 +177,46 @@ class TestDraftModels:
             tokens.append(1000 + place)
             sequence.drafting.follow(num_drafts, 0)
         assert tries[0] > 1
-        assert 2 < sum(tries) < 40
+        assert 2 < sum(tries) < 80
         assert any(tries[300:])
 
     def test_who_asks_for_it_has_it_always(self):
         guessing = speculation(draft=FakeDraft(1.0))
         sequence = begin(guessing, [1, 2, 3, 1, 2, 3], sampling_pb2.SPECULATION_DRAFT, stops=[9])
         assert guessing.num_wanted(sequence, 50) == 6
-        assert guess(guessing, sequence, 4, 50) == [7] * 4
+        # One at the least, whatever it costs.
+        assert guess(guessing, sequence, 4, 50) == [7]
+
+    def test_guessing_ends_where_the_model_is_no_longer_sure_enough(self):
+        guessing, tokens = speculation(draft=FakeDraft(1e-3)), [1, 2]
+        guessing.cost.ran(1, 0.01)
+        sequence = begin(guessing, tokens, sampling_pb2.SPECULATION_DRAFT)
+        seen = []
+        guessing._draft.propose = lambda wanted: seen.append(wanted[1]) or {1: [Guess(7, 0.95)]}
+        guess(guessing, sequence, 6, 1)
+        sure, unsure = [Guess(7, 0.95)], [Guess(7, 0.1)]
+        assert all(seen[0].is_worth_another(sure * number) for number in (1, 6))
+        assert not seen[0].is_worth_another(unsure * 2)
+        for place in range(60):
+            # What it is sure of never comes true.
+            guess(guessing, sequence, 6, 1)
+            tokens.append(1000 + place)
+            sequence.drafting.follow(1, 0)
+        guess(guessing, sequence, 6, 1)
+        assert not seen[-1].is_worth_another(sure)
+
+    def test_it_is_asked_to_check_what_look_up_says_as_far_as_that_is_good(self):
+        guessing, tokens, seen = speculation(draft=FakeDraft(1e-3)), [1, 2, 3, 4] * 5, []
+        guessing._draft.propose = lambda wanted: seen.append(wanted[1]) or {}
+        sequence = begin(guessing, tokens, sampling_pb2.SPECULATION_DRAFT)
+        for _ in range(20):
+            tokens.append(tokens[-4])
+            sequence.drafting.follow(0, 0)
+        guess(guessing, sequence, 6, 1)
+        assert seen[-1].likely == (tokens[-4:] * 2)[:5]
+        rng = random.Random(2)
+        for _ in range(400):
+            tokens.append(rng.randrange(40))
+            sequence.drafting.follow(0, 0)
+        guess(guessing, sequence, 6, 1)
+        assert seen[-1].likely == []

@@ -60,13 +60,15 @@ class InPlaceWriter(PoolWriter):
         pool = QuantizedPool(packed, scales, biases, bits, group_size)
         self._has_updated(pools, self._write_quantized(rows, slots.array, pool, self._order(pools)))
 
-    def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None:
+    def _move(self, pools: Sequence[Pool], sources: Sequence[int], targets: Sequence[int]) -> None:
+        old, new = mx.array(list(sources), mx.int32), mx.array(list(targets), mx.int32)
         for pool in pools:
-            token = move_blocks(self._put_blocks, self._by_block(pool), sources, targets, self._order([pool]))
+            token = move_blocks(self._put_blocks, self._by_block(pool), old, new, self._order([pool]))
             self._has_updated([pool], token)
 
-    def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None:
-        token = self._put_blocks(contents, block_ids, self._by_block(pool), self._order([pool]))
+    def _put(self, pool: Pool, contents: mx.array, block_ids: Sequence[int]) -> None:
+        ids = mx.array(list(block_ids), mx.int32)
+        token = self._put_blocks(contents, ids, self._by_block(pool), self._order([pool]))
         self._has_updated([pool], token)
 
     def _order(self, pools: Sequence[Pool]) -> mx.array:

@@ -196,7 +196,7 @@ class PoolWriter(ABC):
         if targets:
             for pool in pools:
                 self._check_unread(pool)
-            self._move(pools, mx.array(list(sources), mx.int32), mx.array(list(targets), mx.int32))
+            self._move(pools, sources, targets)
 
     def put(self, pool: Pool, contents: mx.array, block_ids: Sequence[int]) -> None:
         """Store whole blocks, `contents [len(block_ids), *block_shape]`: states, for one."""
@@ -206,7 +206,7 @@ class PoolWriter(ABC):
         if contents.shape != (len(block_ids), *pool.block_shape) or contents.dtype != pool.dtype:
             raise ValueError(f"pool {pool.name}: {contents.dtype} {contents.shape} are not {len(block_ids)} blocks")
         if block_ids:
-            self._put(pool, contents, mx.array(list(block_ids), mx.int32))
+            self._put(pool, contents, block_ids)
 
     def fill(self, pools: Sequence[Pool], block_ids: Sequence[int], value: float = 0.0) -> None:
         """Set whole blocks to one value."""
@@ -273,10 +273,10 @@ class PoolWriter(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def _move(self, pools: Sequence[Pool], sources: mx.array, targets: mx.array) -> None: ...
+    def _move(self, pools: Sequence[Pool], sources: Sequence[int], targets: Sequence[int]) -> None: ...
 
     @abstractmethod
-    def _put(self, pool: Pool, contents: mx.array, block_ids: mx.array) -> None: ...
+    def _put(self, pool: Pool, contents: mx.array, block_ids: Sequence[int]) -> None: ...
 
     @abstractmethod
     def _order(self, pools: Sequence[Pool]) -> mx.array | None: ...

@@ -29,7 +29,18 @@ def test_counts_what_is_left_to_prefill_and_its_context(loads: LoadBook) -> None
     book(loads, "b", num_tokens=10)
     assert loads.load(0) == MacLoad(2, 46, 0)
     assert loads.load(1) == MacLoad()
-    assert loads.prefill_work[0] == 36 * 164 + 10 * 10
+    assert loads.turns(0) == [(10, 10, 10 * 10), (36, 36, 36 * 164)]
+
+
+def test_turns_go_by_what_was_computed_there_since(loads: LoadBook) -> None:
+    book(loads, "old", num_tokens=100)
+    loads.progress(0, 16, lambda slot, block_hash: block_hash in set(chain(2)))
+    assert [each[:2] for each in loads.turns(0)] == [(68, 68)]
+    book(loads, "new", num_tokens=80)
+    loads.first_token("old")
+    assert [each[:2] for each in loads.turns(0)] == [(12, 80)], "68 tokens since it came"
+    loads.book(Booking("sibling", 0, chain(5), 90, 80, 9.0, num_held_tokens=16))
+    assert [each[:2] for each in loads.turns(0)] == [(12, 80), (74, 10)], "as long as it was without the other's help"
 
 
 def test_announced_blocks_are_progress(loads: LoadBook) -> None:

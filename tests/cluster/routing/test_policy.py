@@ -6,7 +6,7 @@ import pytest
 
 from cluster.routing.config import POLICIES, RoutingConfig
 from cluster.routing.policy import PredictedSeconds, View
-from cluster.routing.predict import MacBounds, Standing, base_s, beside_s, first_token_s, standing_of, terms_of
+from cluster.routing.predict import MacBounds, Prompt, Standing, base_s, beside_s, first_token_s, standing_of, terms_of
 from cluster.routing.rivals import LeastLoaded, LinearBlockCost, PrefixAffinity, RoundRobin, WeightedScores
 from cluster.routing.router import Router
 from cluster.routing.speed import StepCosts
@@ -17,17 +17,23 @@ BOUNDS = MacBounds(max_num_seqs=4, max_num_batched_tokens=500, max_chunk_tokens=
 WEIGHTS = RoutingConfig(work_weight=0.0, crowd_weight=0.0, stall_weight=0.5, decode_weight=1.0, pressure_weight=1.0)
 
 
-def standing(config: RoutingConfig = WEIGHTS, costs: StepCosts = COSTS, **bookings: float) -> Standing:
+FLAT = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
+
+
+def standing(config: RoutingConfig = WEIGHTS, costs: StepCosts = COSTS, **bookings: object) -> Standing:
     values: dict = {
-        "num_prefilling": 0,
-        "num_prefill_tokens": 0,
-        "prefill_work": 0,
+        "prompts": (),
         "num_decoding": 0,
         "decode_context_tokens": 0,
         "hot_tokens": 0,
         "num_output_tokens": 100.0,
     }
     return standing_of(costs, BOUNDS, config, **(values | bookings))
+
+
+def prompt(num_tokens: int) -> Prompt:
+    """One that has just come, nothing of it cached."""
+    return (num_tokens, num_tokens, num_tokens**2)
 
 
 def view(
@@ -59,20 +65,24 @@ class TestTerms:
     def test_an_idle_mac_costs_its_prefill_and_its_answer(self) -> None:
         terms = terms_of(standing(), 400, 400, 1_000, 100.0)
         assert (terms.wait_s, terms.shared_s, terms.stall_s, terms.pressure_s) == (0.0, 0.0, 0.0, 0.0)
-        # 600 tokens at 1 ms, in steps of 250, behind 700 tokens on average.
-        assert terms.prefill_s == pytest.approx(600 * (0.001 + 0.010 / 250 + 700e-6))
+        # 600 tokens at 1 ms, behind 700 tokens on average; weights are read meanwhile.
+        assert terms.prefill_s == pytest.approx(600 * (0.001 + 700e-6))
         assert terms.decode_s == pytest.approx(100 * (0.010 + 0.002 + 1_000e-6))
         assert terms.first_token_s == terms.prefill_s
         assert terms.total_s == pytest.approx(terms.prefill_s + terms.decode_s)
 
     def test_booked_prefill_is_waited_for_with_its_context(self) -> None:
         """1,000 tokens after 3,000: twice their mean context is 7,000."""
-        busy = standing(num_prefilling=1, num_prefill_tokens=1_000, prefill_work=1_000 * 7_000)
-        assert busy.wait_s == pytest.approx(1_000 * (0.001 + 0.010 / 500) + 1e-6 * 1_000 * 3_500)
+        busy = standing(prompts=[(1_000, 1_000, 1_000 * 7_000)])
+        assert busy.wait_s == pytest.approx(1_000 * 0.001 + 1e-6 * 1_000 * 3_500)
+
+    def test_a_chunk_takes_as_long_as_the_weights_at_least(self) -> None:
+        slow = standing(costs=StepCosts(1.0, 0.001, 0.0, 0.0, 0.0))
+        assert terms_of(slow, 0, 0, 500, 0.0).prefill_s == pytest.approx(500 * 1.0 / 250)
 
     def test_rows_that_decode_slow_prefill_and_are_held_up(self) -> None:
         terms = terms_of(standing(num_decoding=2, decode_context_tokens=4_000), 0, 0, 500, 0.0)
-        rows_s = 0.010 + 2 * 0.002 + 4_000e-6
+        rows_s = 2 * 0.002 + 4_000e-6
         assert terms.prefill_s == pytest.approx(500 * (0.001 + rows_s / 250 + 250e-6))
         assert terms.stall_s == pytest.approx(0.5 * 2 * terms.prefill_s)
 
@@ -93,68 +103,51 @@ class TestTerms:
             terms = terms_of(standing(hot_tokens=hot_tokens), 0, 0, 500, 0.0)
             assert terms.pressure_s == pytest.approx(share * terms.prefill_s)
 
-    def test_a_short_prompt_runs_beside_a_long_one(self) -> None:
-        """Two abreast, 900 tokens booked, 700 of them one prompt's: the others go first, then both at half speed."""
-        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
-        work = 700 * 700 + 200 * 200
-        busy = standing(
-            costs=flat, num_prefilling=2, num_prefill_tokens=900, prefill_work=work, longest=(700, 700 * 700)
-        )
-        assert (busy.wait_s, busy.start_s, busy.beside_s) == pytest.approx((0.9, 0.4, 0.5))
-        short = terms_of(busy, 0, 0, 100, 0.0)
-        assert short.wait_s == pytest.approx(0.4 + 0.1)
-        assert short.stall_s == pytest.approx(0.1), "the long one is held up as long"
-        long = terms_of(busy, 0, 0, 1_000, 0.0)
-        assert long.first_token_s == pytest.approx(0.9 + 1.0), "in the end it waits for all"
+    def test_a_prompt_waits_for_shorter_ones_and_overtakes_longer_ones(self) -> None:
+        """Two steps of a chunk come first in any case."""
+        busy = standing(costs=FLAT, prompts=[prompt(200), prompt(700), prompt(5_000)])
+        assert (busy.wait_s, busy.start_s) == pytest.approx((5.9, 0.5))
+        for num_tokens, wait_s, num_overtaken in (
+            (100, 0.5, 3),
+            (200, 0.5, 2),
+            (699, 0.5, 2),
+            (700, 0.9, 1),
+            (6_000, 5.9, 0),
+        ):
+            terms = terms_of(busy, 0, 0, num_tokens, 0.0)
+            own_s = num_tokens / 1_000
+            assert terms.wait_s == pytest.approx(wait_s)
+            assert terms.stall_s == pytest.approx(num_overtaken * own_s), "each of them is held up as long"
+            assert first_token_s(busy, 0, num_tokens) == pytest.approx(terms.first_token_s)
 
-    def test_an_even_queue_is_waited_for(self) -> None:
-        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
-        for longest in ((0, 0), (300, 300 * 300)):
-            work = 3 * 300 * 300
-            even = standing(costs=flat, num_prefilling=3, num_prefill_tokens=900, prefill_work=work, longest=longest)
-            assert (even.start_s, even.beside_s) == (even.wait_s, 0.0)
+    def test_who_has_waited_goes_before_a_newcomer_of_its_length(self) -> None:
+        """It has 900 tokens left, and there were 400 others since it came."""
+        waited = standing(costs=FLAT, prompts=[(500, 900, 900**2)])
+        assert terms_of(waited, 0, 0, 600, 0.0).wait_s == pytest.approx(0.9)
+        assert terms_of(waited, 0, 0, 400, 0.0).wait_s == pytest.approx(0.5)
 
     def test_prompts_that_are_left_slow_its_decoding(self) -> None:
-        """Those of the queue that are prefilled after its own first token: each of their steps is one of its tokens."""
-        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
-        busy = standing(
-            costs=flat, num_prefilling=1, num_prefill_tokens=2_000, prefill_work=2_000**2, longest=(2_000, 2_000**2)
-        )
+        """Those that are prefilled after its own first token: each of their steps is one of its tokens."""
+        busy = standing(costs=FLAT, prompts=[prompt(2_000)])
         terms = terms_of(busy, 0, 0, 500, 100.0)
-        # It begins after a step and a half of 250 ms and takes half of those that follow: 1.125 s are left then.
-        assert terms.first_token_s == pytest.approx(1.375)
-        assert terms.decode_s == pytest.approx(1.125)
+        # It begins after two steps of 250 ms; 1.5 s are left then.
+        assert terms.first_token_s == pytest.approx(1.0)
+        assert terms.decode_s == pytest.approx(1.5)
         assert terms_of(busy, 0, 0, 500, 2.0).decode_s == pytest.approx(2 * 0.25)
 
     def test_steps_that_are_planned_come_first(self) -> None:
-        """The one that runs, half done on average, and the one behind it: of one row, or of a chunk."""
-        flat = StepCosts(0.0, 0.001, 0.0, 0.1, 0.0)
-        assert standing(costs=flat).start_s == 0.0
-        assert standing(costs=flat, num_decoding=2).start_s == pytest.approx(1.5 * 0.2)
-        long = standing(
-            costs=flat, num_prefilling=1, num_prefill_tokens=900, prefill_work=900**2, longest=(900, 900**2)
-        )
-        assert long.start_s == pytest.approx(1.5 * 0.25)
-        short = standing(costs=flat, num_prefilling=1, num_prefill_tokens=50, prefill_work=50**2, longest=(50, 50**2))
-        assert short.start_s == pytest.approx(0.05), "no longer than there is anything"
+        """The one that runs, half done on average, the one behind it, and where prompts fill it half of its own."""
+        costs = StepCosts(0.0, 0.001, 0.0, 0.1, 0.0)
+        assert standing(costs=costs).start_s == 0.0
+        assert standing(costs=costs, num_decoding=2).start_s == pytest.approx(1.5 * 0.2)
+        assert standing(costs=costs, prompts=[prompt(900)]).start_s == pytest.approx(2 * 0.25)
+        assert standing(costs=costs, prompts=[prompt(50)]).start_s == pytest.approx(0.05), "no longer than there is any"
 
-    def test_a_prompt_alone_carries_the_rows_by_itself(self) -> None:
-        """Steps of 250 tokens beside rows of 250 ms: alone a token takes 2 ms, two abreast 1.5."""
-        costs = StepCosts(0.0, 0.001, 0.0, 0.25, 0.0)
-        rows = {"num_decoding": 1}
-        even = standing(
-            costs=costs, num_prefilling=2, num_prefill_tokens=1_000, prefill_work=0, longest=(500, 0), **rows
-        )
-        assert (even.wait_s, even.start_s) == pytest.approx((1_000 * 0.0015, 1_000 * 0.0015))
-        one = standing(
-            costs=costs, num_prefilling=1, num_prefill_tokens=1_000, prefill_work=0, longest=(1_000, 0), **rows
-        )
-        assert (one.wait_s, one.beside_s) == pytest.approx((1_000 * 0.002, 1.0))
-        terms = terms_of(one, 0, 0, 500, 0.0)
-        assert terms.prefill_s == pytest.approx(500 * 0.002)
-        assert first_token_s(one, 0, 500) == pytest.approx(terms.first_token_s)
-        assert first_token_s(standing(), 0, 500) == pytest.approx(terms_of(standing(), 0, 0, 500, 0.0).first_token_s)
-        assert terms.wait_s == pytest.approx(one.start_s + 500 * 0.001), "the other's tokens, but not its rows again"
+    def test_each_chunk_carries_the_rows_that_decode(self) -> None:
+        """Steps of 250 tokens beside a row of 250 ms: a token takes 2 ms."""
+        mac = standing(costs=StepCosts(0.0, 0.001, 0.0, 0.25, 0.0), prompts=[prompt(1_000)], num_decoding=1)
+        assert mac.wait_s == pytest.approx(1_000 * 0.002)
+        assert terms_of(mac, 0, 0, 500, 0.0).prefill_s == pytest.approx(500 * 0.002)
 
     def test_what_is_busy_costs_those_who_come_later(self) -> None:
         config = RoutingConfig(work_weight=0.1, crowd_weight=0.5, pressure_weight=0.0)
@@ -165,8 +158,7 @@ class TestTerms:
 
     def test_rows_that_end_before_a_long_prompt_are_held_up_no_longer(self) -> None:
         """50 tokens are left to each of two rows, so 50 steps of 250 tokens."""
-        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
-        mac = standing(costs=flat, num_decoding=2)
+        mac = standing(costs=FLAT, num_decoding=2)
         assert terms_of(mac, 0, 0, 12_500, 0.0).stall_s == pytest.approx(12.5)
         assert terms_of(mac, 0, 0, 50_000, 0.0).stall_s == pytest.approx(12.5)
 
@@ -176,12 +168,11 @@ class TestTerms:
 
     def test_what_a_sibling_computes_is_not_waited_for(self) -> None:
         """900 of the 950 booked tokens are the request's own prefix: anywhere else it would compute them itself."""
-        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
-        busy = standing(costs=flat, num_prefilling=1, num_prefill_tokens=950, prefill_work=950 * 950)
+        busy = standing(costs=FLAT, prompts=[prompt(950)])
         terms = terms_of(busy, 0, 900, 1_000, 0.0)
         assert (terms.wait_s, terms.shared_s) == (pytest.approx(0.95), pytest.approx(0.9))
         assert terms.total_s == pytest.approx(0.05 + 0.1)
-        assert terms_of(standing(costs=flat), 0, 900, 1_000, 0.0).shared_s == 0.0, "never more than the wait"
+        assert terms_of(standing(costs=FLAT), 0, 900, 1_000, 0.0).shared_s == 0.0, "never more than the wait"
 
 
 class TestPredictedSeconds:
@@ -189,7 +180,7 @@ class TestPredictedSeconds:
         """The fast way through the lists and the explained terms are one formula."""
         macs = [
             standing(num_decoding=3, decode_context_tokens=9_000, hot_tokens=9_000),
-            standing(num_prefilling=1, num_prefill_tokens=300, prefill_work=300 * 300),
+            standing(prompts=[prompt(300)]),
             standing(costs=StepCosts(0.05, 0.003, 2e-6, 0.004, 2e-6)),
             standing(num_decoding=9),
         ]
@@ -203,10 +194,9 @@ class TestPredictedSeconds:
                 assert totals[chosen] <= max(min(totals) * 1.05, min(totals) + 0.02)
 
     def test_a_warm_mac_wins_while_its_queue_is_short(self) -> None:
-        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
         for num_ahead, chosen in ((700, 0), (900, 1)):
-            warm = standing(costs=flat, num_prefilling=1, num_prefill_tokens=num_ahead, prefill_work=num_ahead**2)
-            assert PredictedSeconds().choose(view([warm, standing(costs=flat)], [800, 0])) == chosen
+            warm = standing(costs=FLAT, prompts=[prompt(100)] * (num_ahead // 100))
+            assert PredictedSeconds().choose(view([warm, standing(costs=FLAT)], [800, 0])) == chosen
 
     def test_equals_go_by_hint_then_cached_then_recent_work_then_turns(self) -> None:
         macs = [standing()] * 3
@@ -218,31 +208,27 @@ class TestPredictedSeconds:
 
     def test_siblings_are_worked_out_though_the_queue_alone_would_rule_them_out(self) -> None:
         """A Mac with two seconds of a shared prompt booked, against an idle one where all would be computed again."""
-        flat = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
-        warm = standing(costs=flat, num_prefilling=1, num_prefill_tokens=2_000, prefill_work=2_000**2)
+        warm = standing(costs=FLAT, prompts=[prompt(2_000)])
         choose = PredictedSeconds().choose
-        assert choose(view([standing(costs=flat), warm], [0, 0], [0, 1_900], num_tokens=2_000)) == 1
-        assert choose(view([standing(costs=flat), warm], [0, 0], [0, 0], num_tokens=2_000)) == 0
+        assert choose(view([standing(costs=FLAT), warm], [0, 0], [0, 1_900], num_tokens=2_000)) == 1
+        assert choose(view([standing(costs=FLAT), warm], [0, 0], [0, 0], num_tokens=2_000)) == 0
 
     def test_the_terms_add_up_to_what_is_compared(self) -> None:
         busy = standing(
-            num_prefilling=2,
-            num_prefill_tokens=900,
-            prefill_work=900 * 1_900,
+            prompts=[(200, 200, 200 * 1_900), (900, 700, 700 * 1_900)],
             num_decoding=2,
             decode_context_tokens=5_000,
-            longest=(700, 700 * 1_900),
             hot_tokens=4_000,
             recent_work_s=20.0,
         )
         for held, matched, num_tokens in ((0, 0, 500), (0, 480, 500), (64, 64, 3_000), (499, 499, 500), (0, 16, 9_000)):
-            total = base_s([busy], [0], [matched], num_tokens, 80.0)[0]
-            total += beside_s(busy, held, matched, num_tokens, 80.0)
+            ((total, _, turn_s),) = base_s([busy], [0], [held], [matched], num_tokens, 80.0)
+            total += beside_s(busy, turn_s, held, matched, 80.0)
             assert terms_of(busy, held, matched, num_tokens, 80.0).total_s == pytest.approx(total)
 
     def test_closed_macs_are_never_chosen(self) -> None:
         assert PredictedSeconds().choose(view([standing()] * 3, [900, 0, 900], open_slots=[1])) == 1
-        busy = standing(num_prefilling=1, num_prefill_tokens=99_999, prefill_work=99_999**2)
+        busy = standing(prompts=[prompt(500)] * 200)
         assert PredictedSeconds().choose(view([standing(), busy, standing()], [0, 0, 900], open_slots=[0, 1])) == 0
 
 
@@ -251,7 +237,7 @@ class TestRivals:
         assert RoundRobin().choose(view([standing()] * 3, [0, 0, 0], bookings=[5, 4, 6])) == 1
 
     def test_least_loaded_counts_requests(self) -> None:
-        macs = [standing(num_decoding=2), standing(num_prefilling=1), standing(num_decoding=1)]
+        macs = [standing(num_decoding=2), standing(prompts=[prompt(10)]), standing(num_decoding=1)]
         assert LeastLoaded().choose(view(macs, [900, 0, 0], bookings=[1, 3, 2])) == 2
 
     def test_prefix_affinity_needs_a_long_match_and_even_loads(self) -> None:
@@ -268,12 +254,12 @@ class TestRivals:
         warm = standing(num_decoding=1, decode_context_tokens=900)
         assert choose(view([warm, standing()], [901, 0])) == 0
         assert choose(view([warm, standing()], [899, 0])) == 1
-        assert choose(view([standing(num_prefilling=1, num_prefill_tokens=500), standing()], [999, 0])) == 1
+        assert choose(view([standing(prompts=[prompt(500)]), standing()], [999, 0])) == 1
         assert choose(view([standing()] * 2, [0, 0], bookings=[2, 1])) == 1
 
     def test_weighted_scores_add_prefix_queue_and_memory(self) -> None:
         choose = WeightedScores().choose
-        queued = standing(num_prefilling=2)
+        queued = standing(prompts=[prompt(10)] * 2)
         assert choose(view([queued, standing()], [600, 0])) == 1
         assert choose(view([queued, standing()], [700, 0])) == 0
         full = standing(num_decoding=1, decode_context_tokens=10_000)

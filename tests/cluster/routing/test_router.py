@@ -231,7 +231,8 @@ class TestRouting:
         turn_1 = prompt_of((1, 1_600))
         first = fleet.route(turn_1)
         fleet.finish(first, turn_1)
-        fleet.route(prompt_of((2, 2_400)), exclude=[name for name in ("a", "b") if name != first.mac])
+        for number in range(24):
+            fleet.route(prompt_of((10 + number, 100)), exclude=[name for name in ("a", "b") if name != first.mac])
         second = fleet.route(prompt_of((1, 1_600), (3, 100)))
         assert second.mac != first.mac
         reason = fleet.router.explain(second.request_id).reason

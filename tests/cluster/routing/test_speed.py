@@ -1,6 +1,7 @@
 """Each Mac's speeds are learnt from its steps, whatever they were taken for at first."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,20 +11,28 @@ FAST = StepCosts(0.02, 1 / 2_000, 1 / 2_000 / 20_000, 0.001, 1e-6)
 
 
 def seconds_of(costs: StepCosts, num_prefill: int, context: float, num_decoding: int, decode_context: int) -> float:
-    features = (1.0, num_prefill, num_prefill * context, num_decoding, decode_context)
-    return sum(weight * feature for weight, feature in zip(costs.weights, features, strict=True))
+    compute_s = num_prefill * (costs.token_s + costs.context_s * context)
+    return max(costs.step_s, compute_s) + costs.row_s * num_decoding + costs.row_context_s * decode_context
 
 
-def samples(costs: StepCosts, seed: int, count: int, *, outliers: float = 0.0) -> list[StepSample]:
-    """Noise of a tenth; now and then a step takes twenty times as long."""
+def samples(
+    costs: StepCosts,
+    seed: int,
+    count: int,
+    *,
+    outliers: float = 0.0,
+    extra_s: float = 0.0,
+    chunks: Sequence[int] = (0, 0, 64, 512, 2_048),
+) -> list[StepSample]:
+    """Noise of a tenth; now and then a step takes twenty times as long; `extra_s` on top of those with prefill."""
     chance = random.Random(seed)
     made = []
     for _ in range(count):
-        num_prefill = chance.choice([0, 0, 64, 512, 2_048])
+        num_prefill = chance.choice(chunks)
         num_decoding = chance.randint(0 if num_prefill else 1, 16)
         shape = (num_prefill, chance.random() * 60_000, num_decoding, int(num_decoding * chance.random() * 40_000))
         noise = (1 + chance.gauss(0, 0.1)) * (20 if chance.random() < outliers else 1)
-        made.append(StepSample(*shape, seconds_of(costs, *shape) * noise))
+        made.append(StepSample(*shape, (seconds_of(costs, *shape) + extra_s * (num_prefill > 0)) * noise))
     return made
 
 
@@ -36,6 +45,28 @@ def test_predicts_within_a_tenth_whatever_it_assumed(seed: int, outliers: float,
         model.observe(sample)
     for shape in [(512, 0.0, 0, 0), (512, 30_000.0, 4, 8_000), (2_048, 1_000.0, 0, 0), (0, 0.0, 8, 80_000)]:
         assert seconds_of(model.costs, *shape) == pytest.approx(seconds_of(FAST, *shape), rel=0.15)
+
+
+def test_short_chunks_do_not_make_prefill_look_cheap() -> None:
+    """A Mac that is hardly asked for long prompts: where weights take longer to read, tokens cost nothing more."""
+    model = StepModel(assumed_costs(500.0))
+    for _ in range(3):
+        model.observe(StepSample(256, 128.0, 0, 0, seconds_of(FAST, 256, 128.0, 0, 0)))
+    for number in range(400):
+        num_prefill = 16 if number % 2 else 0
+        shape = (num_prefill, 8.0 * (num_prefill > 0), 1 + number % 4, 1_000)
+        model.observe(StepSample(*shape, seconds_of(FAST, *shape)))
+    assert model.costs.prefill_tokens_per_s == pytest.approx(2_000.0, rel=0.15)
+    assert model.costs.decode_step_s == pytest.approx(FAST.decode_step_s, rel=0.1)
+
+
+def test_a_mac_whose_steps_add_up_is_learnt_too() -> None:
+    """It reads no weights while it computes: the law is not exact then, but it is for chunks of the usual size."""
+    model = StepModel(assumed_costs(500.0))
+    for sample in samples(FAST, 5, 1_500, extra_s=FAST.step_s, chunks=(0, 256, 256, 256, 100)):
+        model.observe(sample)
+    for shape in [(256, 1_000.0, 0, 0), (256, 30_000.0, 4, 8_000), (256, 60_000.0, 0, 0)]:
+        assert seconds_of(model.costs, *shape) == pytest.approx(seconds_of(FAST, *shape) + FAST.step_s, rel=0.15)
 
 
 def test_the_first_steps_replace_what_was_assumed_and_one_stall_does_not() -> None:

@@ -92,7 +92,7 @@ def test_scores_of_a_request_that_is_gone_are_forgotten():
 
 @pytest.mark.parametrize("specs", [[FULL], [FULL, STATE]])
 def test_readers_of_one_prompt_do_not_wait_for_each_other(specs):
-    rig = Rig(layout=layout_of(specs, 200, max_model_len=64), max_num_batched_tokens=40)
+    rig = Rig(layout=layout_of(specs, 200, max_model_len=64), max_num_batched_tokens=40, max_chunk_tokens=20)
     for name in "ab":
         rig.add(request_of(name, PROMPT, 0, reading=SCORED))
     assert len(rows(rig.schedule())) == 2
@@ -142,34 +142,35 @@ def test_scores_that_nobody_asked_for_break_the_protocol():
 
 
 def test_rows_that_are_scored_are_bounded_in_a_step():
-    rig = Rig(40, max_scored_tokens=10, max_num_batched_tokens=30, max_plans_in_flight=1)
+    rig = Rig(40, max_scored_tokens=10, max_num_batched_tokens=30, max_chunk_tokens=20, max_plans_in_flight=1)
     for name in "ab":
         rig.add(request_of(name, tuple(range(20, 40)) if name == "a" else PROMPT, 0, reading=SCORED))
     rig.add(request_of("c", tuple(range(50, 70)), 1))
-    assert rows(rig.schedule()) == [(0, 8, False), (0, 2, False), (0, 8, False)]
+    assert rows(rig.schedule()) == [(0, 10, False), (0, 20, True)]
     rig.apply()
-    assert rows(rig.schedule()) == [(8, 8, False), (2, 2, False), (8, 8, False)]
+    assert rows(rig.schedule()) == [(10, 10, True)]
     rig.apply()
     rig.drain()
 
 
 def test_a_scored_prompt_waits_for_room_and_others_pass_it():
-    rig = Rig(40, max_scored_tokens=8, max_num_batched_tokens=30, max_plans_in_flight=1)
+    rig = Rig(40, max_scored_tokens=8, max_num_batched_tokens=30, max_chunk_tokens=20, max_plans_in_flight=1)
     for name, first in (("a", 0), ("b", 20)):
         rig.add(request_of(name, tuple(range(first, first + 20)), 0, reading=SCORED))
     rig.add(request_of("c", tuple(range(50, 70)), 1))
-    assert rows(rig.schedule()) == [(0, 8, False), (0, 8, False)]
+    assert rows(rig.schedule()) == [(0, 8, False), (0, 20, True)]
     rig.apply()
     rig.drain()
 
 
 def test_a_running_scored_prompt_sits_a_step_out_without_room():
-    rig = Rig(40, max_scored_tokens=9, max_num_batched_tokens=30, max_plans_in_flight=1)
-    for name, first in (("a", 0), ("b", 20)):
-        rig.add(request_of(name, tuple(range(first, first + 20)), 0, reading=SCORED))
-    assert rows(rig.schedule()) == [(0, 8, False), (0, 1, False)]
+    rig = Rig(40, max_num_batched_tokens=30, max_plans_in_flight=1)
+    rig.add(request_of("a", tuple(range(40)), 0, reading=SCORED))
+    rig.step()
+    rig.add(request_of("b", tuple(range(50, 62)), 0, reading=SCORED))
+    assert rows(rig.schedule()) == [(0, 8, False)], "it goes before the longer one"
     rig.apply()
-    rig.scheduler._planner._config = replace(rig.config, max_scored_tokens=8)
-    assert rows(rig.schedule()) == [(8, 8, False)]
+    rig.scheduler._planner._config = replace(rig.config, max_scored_tokens=4)
+    assert rows(rig.schedule()) == [(8, 4, True)]
     rig.apply()
     rig.drain()

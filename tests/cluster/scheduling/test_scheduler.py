@@ -207,14 +207,61 @@ class TestBatching:
         assert rows(rig.schedule()) == [(2, 1, True), (0, 8, False)]
         rig.drain()
 
-    def test_chunks_share_the_budget_in_order_of_arrival(self):
+    def test_prompts_that_end_fill_the_budget_and_others_make_up_for_one_chunk(self):
         rig = Rig(num_blocks=40, max_num_batched_tokens=12, max_chunk_tokens=8)
         rig.add(request_of("a", tuple(range(10)), 2))
         rig.add(request_of("b", tuple(range(20, 30)), 2))
         rig.add(request_of("c", tuple(range(40, 50)), 2))
-        assert rows(rig.schedule()) == [(0, 8, False), (0, 4, False)]
-        assert rows(rig.schedule()) == [(8, 2, True), (4, 6, True), (0, 4, False)]
+        assert rows(rig.schedule()) == [(0, 8, False)]
+        assert rows(rig.schedule()) == [(8, 2, True), (0, 6, False)]
+        rig.add(request_of("d", (1, 2), 1))
+        rig.add(request_of("e", (3, 4), 1))
+        rig.apply()
+        assert rows(rig.schedule()) == [(10, 1, True), (6, 4, True), (0, 4, False), (0, 2, True)]
         rig.drain()
+
+    def test_a_short_prompt_overtakes_long_ones(self):
+        rig = Rig(num_blocks=60, max_num_batched_tokens=12, max_chunk_tokens=8)
+        for name, first in (("a", 0), ("b", 60)):
+            rig.add(request_of(name, tuple(range(first, first + 30)), 1))
+        assert rows(rig.schedule()) == [(0, 8, False)]
+        rig.add(request_of("c", tuple(range(100, 110)), 1))
+        assert rows(rig.schedule()) == [(0, 8, False)]
+        rig.apply()
+        assert rows(rig.schedule()) == [(8, 2, True), (8, 6, False)]
+        rig.drain()
+        assert list(rig.finished) == ["c", "a", "b"]
+
+    def test_a_long_prompt_is_overtaken_for_no_more_than_its_own_length(self):
+        rig = Rig(num_blocks=60, max_num_batched_tokens=8, max_chunk_tokens=8)
+        rig.add(request_of("long", tuple(range(40)), 1))
+        rig.schedule()
+        for number in range(12):
+            rig.add(request_of(f"short-{number}", tuple(range(100 * number, 100 * number + 8)), 1))
+            rig.apply()
+            rig.schedule()
+        rig.drain()
+        finished = list(rig.finished)
+        assert finished.index("long") == 3, "the fourth short one would end after 40 tokens"
+
+    def test_a_short_prompt_does_not_pass_those_of_tenants_that_are_next(self):
+        for tenant, expected in (("x", [(8, 8, False)]), ("y", [(0, 4, True), (8, 4, False)])):
+            rig = Rig(num_blocks=60, max_num_batched_tokens=8, max_chunk_tokens=8)
+            rig.add(replace(request_of("running", tuple(range(40)), 1), tenant="x"))
+            rig.schedule()
+            rig.add(replace(request_of("long", tuple(range(100, 160)), 1), tenant="y"))
+            rig.add(replace(request_of("short", (1, 2, 3, 4), 1), tenant=tenant))
+            assert rows(rig.schedule()) == expected
+            rig.drain()
+
+    def test_priority_goes_before_length(self):
+        rig = Rig(num_blocks=60, max_num_batched_tokens=8, max_chunk_tokens=8)
+        rig.add(replace(request_of("urgent", tuple(range(30)), 1), priority=1))
+        rig.schedule()
+        rig.add(request_of("short", (1, 2, 3), 1))
+        assert rows(rig.schedule()) == [(8, 8, False)]
+        rig.drain()
+        assert list(rig.finished) == ["urgent", "short"]
 
     def test_no_more_sequences_run_than_allowed(self):
         rig = Rig(max_num_seqs=2)

@@ -7,7 +7,7 @@ import pytest
 from cluster.kv.hashing import BlockHash
 from cluster.scheduling.errors import ProtocolError
 from cluster.scheduling.plan import FilledBlock, Sampled, StepResult
-from cluster.scheduling.request import Finish
+from cluster.scheduling.request import Finish, Reading
 from cluster.scheduling.waiting import PATIENCE_S
 from tests.cluster.kv.hybrid_machine import FULL, STATE, layout_of, window
 from tests.cluster.scheduling.rig import Rig, request_of, rows
@@ -228,11 +228,13 @@ class TestPreemption:
         assert list(rig.finished) == ["x1", "y1", "y2", "x2", "y3", "x3"]
 
     def test_a_chunk_takes_blocks_from_a_later_prompt(self):
-        rig = Rig(num_blocks=14, max_plans_in_flight=1, max_chunk_tokens=1)
+        rig = Rig(num_blocks=14, max_plans_in_flight=1, max_chunk_tokens=2, max_scored_tokens=1)
         for name, token in (("d1", 7), ("d2", 8)):
             rig.add(request_of(name, (token,), 20))
-        for name in ("a", "b"):
-            rig.add(request_of(name, (ord(name), *range(15)), 2))
+        # A token a step, so that the other gets one too.
+        rig.add(request_of("a", (97, *range(15)), 2, reading=Reading(0)))
+        rig.add(request_of("b", (98, *range(15)), 2))
+        rig.step()
         for _ in range(12):
             assert len(rig.schedule().slices) == 4
             rig.apply()

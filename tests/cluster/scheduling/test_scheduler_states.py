@@ -106,7 +106,7 @@ class TestRecurrentModels:
         rig.add(request_of("a", (*system, *range(1000, 1600)), 2))
         assert rows(rig.schedule()) == [(0, 500, False)]
         rig.add(request_of("b", (*system, *range(2000, 2100)), 2))
-        assert rows(rig.schedule()) == [(500, 496, False), (0, 104, False)]
+        assert rows(rig.schedule()) == [(500, 496, False), (0, 4, False)]
         rig.drain()
 
     def test_a_state_that_nothing_is_free_for_is_not_kept(self):

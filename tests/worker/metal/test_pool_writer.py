@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.msl_host.host import MslHost
 from tests.msl_host.in_place import IN_PLACE
 from tests.msl_host.require import require_toolchain
+from worker.metal import scatter_writer
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.pool_writer import PoolOrderError, Slots
 from worker.metal.quantized import QuantizedPool
@@ -74,8 +75,11 @@ class TracingHost:
 class PoolWriterMachine(RuleBasedStateMachine):
     """Any order of writes, fills, moves, reads and commits that the interface allows, against arrays of NumPy."""
 
-    @initialize(in_place=st.booleans())
-    def start(self, in_place):
+    @initialize(in_place=st.booleans(), min_sliced=st.sampled_from((1, 1 << 20)))
+    def start(self, in_place, min_sliced):
+        # Whole blocks one by one, or scattered.
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(scatter_writer, "_MIN_SLICED", min_sliced)
         self.host = TracingHost()
         self.writer = InPlaceWriter(self.host) if in_place else ScatterWriter()
         self.in_place = in_place
@@ -87,6 +91,10 @@ class PoolWriterMachine(RuleBasedStateMachine):
         # Launches that touched each pool: writes, and reads by the result that they gave.
         self.touched = {name: [] for name in _SHAPES}
         self.addresses = {}
+
+    def teardown(self):
+        if hasattr(self, "patch"):
+            self.patch.undo()
 
     def _numbers(self, *shape):
         self.count += 1
