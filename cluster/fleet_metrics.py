@@ -39,6 +39,8 @@ class _Fleet(Collector):
         labels = ("group", "kind")
         findable = [(names, group.findable_bytes) for names, group in groups]
         yield _gauge("cidery_kv_findable_bytes", "Cached blocks and states, held or not", findable, *labels)
+        by_group = [((*names, state), size) for names, group in groups for state, size in _group_bytes(group)]
+        yield _gauge("cidery_kv_group_bytes", "Bytes of a group by state", by_group, *labels, "state")
         pools = [((m.name, str(i)), pool) for m in known for i, pool in enumerate(m.kv_cache.pools)]
         by_pool = [((*names, state), size) for names, pool in pools for state, size in _pool_bytes(pool)]
         yield _gauge("cidery_kv_pool_bytes", "Bytes of a pool by state", by_pool, "pool", "state")
@@ -82,6 +84,10 @@ def fleet_text(macs: Sequence[admin_pb2.Mac], *, is_router_up: bool = True) -> b
 
 def _bytes_by_state(cache: admin_pb2.KVCache) -> list[tuple[str, int]]:
     return [(state, getattr(cache, f"{state}_bytes")) for state in ("referenced", "cached", "free", "pinned")]
+
+
+def _group_bytes(group: admin_pb2.KVGroup) -> list[tuple[str, int]]:
+    return [(state, getattr(group, f"{state}_bytes")) for state in ("referenced", "cached")]
 
 
 def _pool_bytes(pool: admin_pb2.KVPool) -> list[tuple[str, int]]:

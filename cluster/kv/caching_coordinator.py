@@ -121,8 +121,9 @@ class _CachingCoordinator(KVCacheCoordinator):
         if sequence.depth and not self._state_managers:
             self._make_point(sequence, PointKind.TURN_END)
         cursor = sequence.cursor
+        first_held = min((sequence.first_held[local.group_id] for local, _ in self._local_groups), default=0)
         self._close(sequence)
-        self.retention.settle(cursor)
+        self.retention.ended(cursor, first_held)
 
     def _advance(self, sequence: Sequence, hashes: bytes, edits: list[TableEdit]) -> int:
         """Register blocks after the cursor as far as one segment goes; returns how many."""
@@ -133,7 +134,7 @@ class _CachingCoordinator(KVCacheCoordinator):
         num_same = num_common(segment, sequence.depth, hashes, 0)
         self._adopt(sequence, segment, num_same, edits)
         parting = sequence.depth + num_same
-        upper = self.tree.cut(segment, parting)
+        upper = self.retention.cut(segment, parting)
         self._move(sequence, upper, parting)
         if num_same < num_blocks:
             self._part(upper)
@@ -150,13 +151,12 @@ class _CachingCoordinator(KVCacheCoordinator):
             rows.append(ids)
             if not manager.is_state:
                 # No window moves on before what it leaves has been registered.
-                self.pools[manager.pool_id].cache(ids)
+                self.pools[manager.pool_id].cache(ids, manager.group_id)
                 self.events.stored(manager.group_id, hashes, parent_hash, first)
         segment = self.tree.append(cursor, hashes, rows)
         if segment is not cursor:
             segment.gap, segment.priority = sequence.gap, sequence.priority
             segment.pinned_until_s = sequence.pinned_until_s
-            segment.last_use = self.retention.clock
         self._move(sequence, segment, last)
 
     def _adopt(self, sequence: Sequence, segment: Segment, num_blocks: int, edits: list[TableEdit]) -> None:
@@ -168,7 +168,7 @@ class _CachingCoordinator(KVCacheCoordinator):
                 own, offset = table[index], index - segment.start
                 if known[offset] == NULL_BLOCK:
                     known[offset] = own
-                    pool.cache([own])
+                    pool.cache([own], group)
                     self.num_filled += 1
                     segment.thinned[group] = min(segment.thinned[group], index)
                     self.events.stored(
@@ -184,7 +184,7 @@ class _CachingCoordinator(KVCacheCoordinator):
         """The sequence's newest registered block ends a resume point; a recurrent model needs a checkpoint for that."""
         if self._state_managers:
             return
-        segment = self.tree.cut(sequence.cursor, sequence.depth)
+        segment = self.retention.cut(sequence.cursor, sequence.depth)
         self._move(sequence, segment, sequence.depth)
         self.retention.designate(segment, kind)
 
@@ -195,12 +195,12 @@ class _CachingCoordinator(KVCacheCoordinator):
         while segment.start >= depth:
             assert segment.parent is not None
             segment = segment.parent
-        segment = self.tree.cut(segment, depth)
+        segment = self.retention.cut(segment, depth)
         for group, page in pages.items():
             pool, states = self.pools[self.managers[group].pool_id], segment.blocks[group]
             if states[-1] == NULL_BLOCK:
                 states[-1] = page
-                pool.cache([page])
+                pool.cache([page], group)
                 self.events.stored(
                     group, segment.hashes_between(depth - 1, depth), segment.hash_before(depth - 1), depth - 1
                 )
@@ -216,6 +216,7 @@ class _CachingCoordinator(KVCacheCoordinator):
         segment.last_use = self.retention.clock
         segment.priority = max(segment.priority, sequence.priority)
         segment.pinned_until_s = max(segment.pinned_until_s, sequence.pinned_until_s)
+        self.retention.touched(segment)
         if left is not segment:
             # After a split nothing may be left that makes its lower part worth keeping.
             self.retention.settle(left)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from cluster.kv.consistency import check_cursors, check_references, check_unfindable
 from cluster.kv.events import EventLog
-from cluster.kv.group_managers import make_manager
+from cluster.kv.group_managers import GroupManager, locals_by_rule, make_manager
 from cluster.kv.hashing import HASH_BYTES
 from cluster.kv.layout import NULL_BLOCK, KVLayout
 from cluster.kv.memory import PoolResize, PoolSet
@@ -53,6 +54,10 @@ class KVCacheCoordinator(ABC):
         self.counts = [GroupCounts() for _ in self.managers]
         self._state_managers = [m for m in self.managers if m.is_state]
         self._token_managers = [m for m in self.managers if not m.is_state]
+        # Groups that take a block at the same position from one pool, and those that give up one for the same reason:
+        # a block's end is handled once for all of them.
+        self._token_groups = _by_pool(self._token_managers)
+        self._local_groups = [(same[0], pool) for same in locals_by_rule(self.managers) for pool in _by_pool(same)]
         self._resizes: list[PoolResize] = []
         # (group, block) of copies not made yet: referenced, so that no boundary moves over them.
         self._sources: list[tuple[int, int]] = []
@@ -117,6 +122,7 @@ class KVCacheCoordinator(ABC):
         for segment in path:
             segment.priority = max(segment.priority, priority)
             segment.pinned_until_s = max(segment.pinned_until_s, pinned_until_s)
+            self.retention.touched(segment)
         return started
 
     def _start(self, seq_id: int, computed: ComputedBlocks, points: Mapping[int, PointKind]) -> StartedBlocks:
@@ -130,7 +136,7 @@ class KVCacheCoordinator(ABC):
         cursor = next((s for s in computed.path if s.start < depth <= s.end), self.tree.root)
         # A cursor keeps its segment; what lies beyond must stay evictable.
         if depth and cursor.end > depth:
-            cursor = self.tree.cut(cursor, depth)
+            cursor = self.retention.cut(cursor, depth)
             self._part(cursor)
         first_held = [m.first_needed(computed.num_tokens) if not m.is_state else 0 for m in self.managers]
         sequence = Sequence(seq_id, tables, depth * self.block_size, cursor, depth, first_held)
@@ -154,22 +160,24 @@ class KVCacheCoordinator(ABC):
         if num_tokens <= sequence.num_slots:
             return NO_BLOCKS
         self._leave_behind(sequence, num_processed)
-        length = -(-num_tokens // self.block_size)
+        # All tables are equally long.
+        num_new = -(-(num_tokens - sequence.num_slots) // self.block_size)
         needs = [0] * len(self.pools.pools)
-        for manager in self._token_managers:
-            needs[manager.pool_id] += length - len(sequence.tables[manager.group_id])
+        for pool_id, groups in self._token_groups:
+            needs[pool_id] = num_new * len(groups)
         if not self.make_room(needs):
             # Admission counts without checkpoints: a sequence's own must not keep it from going on.
             self._free_checkpoints(sequence)
             if not self.make_room(needs):
                 return None
         taken: dict[int, tuple[int, ...]] = {}
-        for manager in self._token_managers:
-            table = sequence.tables[manager.group_id]
-            ids = self.pools[manager.pool_id].allocate(length - len(table))
-            table.extend(ids)
-            taken[manager.group_id] = tuple(ids)
-        sequence.num_slots = length * self.block_size
+        tables = sequence.tables
+        for pool_id, groups in self._token_groups:
+            ids = self.pools[pool_id].allocate(needs[pool_id])
+            for group, new in zip(groups, zip(*[iter(ids)] * num_new, strict=True), strict=True):
+                taken[group] = new
+                tables[group] += new
+        sequence.num_slots += num_new * self.block_size
         return taken
 
     def num_missing_bytes(self, seq_id: int, num_tokens: int) -> int:
@@ -211,6 +219,21 @@ class KVCacheCoordinator(ABC):
 
         return self.retention.release(is_enough, num_lacking, worth)
 
+    def num_unfindable(self) -> list[int]:
+        """By group the blocks and states that sequences hold and no look-up can find. O(sequences)."""
+        counts = [0] * len(self.managers)
+        for sequence in self.sequences.values():
+            num_states, depth, length = 1 + len(sequence.checkpoints()), sequence.depth, sequence.num_slots
+            for manager in self.managers:
+                if manager.is_state:
+                    counts[manager.group_id] += num_states
+                    continue
+                # Only a window moves beyond what is registered, where nothing is; its sinks stay.
+                first = max(depth, sequence.first_held[manager.group_id])
+                num_sinks = max(0, min(first, manager.num_sink_blocks) - depth)
+                counts[manager.group_id] += length // self.block_size - first + num_sinks
+        return counts
+
     def take_resizes(self) -> tuple[PoolResize, ...]:
         """Boundary moves since the last call, in order: for the worker, before anything else of a step."""
         taken = tuple(self._resizes)
@@ -235,40 +258,11 @@ class KVCacheCoordinator(ABC):
 
     def check(self) -> None:
         """Assert that pools, tree, tables and budget agree."""
-        self.tree.check()
         assert self.pools.spare_bytes >= 0, "the pools exceed the budget"
-        for pool_id, pool in enumerate(self.pools.pools):
-            held, cached = [0] * pool.num_blocks, set[int]()
-            groups = [m.group_id for m in self.managers if m.pool_id == pool_id]
-            for sequence in self.sequences.values():
-                checkpoints = sequence.checkpoints()
-                ids = [b for group in groups for b in sequence.tables[group]]
-                ids += [pages[group] for pages in checkpoints for group in groups if group in pages]
-                for block_id in ids:
-                    held[block_id] += block_id != NULL_BLOCK
-            for group, block_id in self._sources:
-                held[block_id] += group in groups
-            for segment in self.tree.walk():
-                for group in groups:
-                    ids = [b for b in segment.blocks[group] if b != NULL_BLOCK]
-                    assert not cached.intersection(ids), "a block is at two places of the tree"
-                    assert not self.managers[group].is_full or len(ids) == segment.num_blocks, (
-                        "a hole in full attention"
-                    )
-                    cached.update(ids)
-            pool.check(held, cached)
-        self._check_cursors()
-
-    def _check_cursors(self) -> None:
-        counted = dict.fromkeys([self.tree.root, *self.tree.walk()], 0)
-        for sequence in self.sequences.values():
-            assert sequence.cursor in counted, "a cursor lies in a segment that is gone"
-            counted[sequence.cursor] += 1
-            assert sequence.depth == sequence.cursor.end, "a cursor lies inside a segment"
-        for segment, num_cursors in counted.items():
-            assert segment.num_cursors == num_cursors, "cursors are miscounted"
-            is_useful = segment.children or num_cursors or segment.is_point or segment is self.tree.root
-            assert is_useful or all(m.is_full for m in self.managers), "an orphan is left"
+        check_references(self.pools, self.managers, self.tree, self.sequences.values(), self._sources)
+        check_unfindable(self.num_unfindable(), self.managers, self.tree, self.sequences.values())
+        check_cursors(self.managers, self.tree, self.sequences.values())
+        self.retention.check()
 
     def _part(self, segment: Segment) -> None:
         """Two prompts part at the segment's end, where others may too. A recurrent model needs a checkpoint there."""
@@ -343,19 +337,24 @@ class KVCacheCoordinator(ABC):
     def _leave_behind(self, sequence: Sequence, num_processed: int) -> None:
         """Give up the blocks that no later token sees, nor the last block end, where it could be resumed. O(blocks)."""
         num_resumable = num_processed // self.block_size * self.block_size
-        for manager in self._token_managers:
-            if manager.is_full:
-                continue
-            group = manager.group_id
-            first = max(manager.first_needed(num_resumable), manager.num_sink_blocks)
-            start = max(sequence.first_held[group], manager.num_sink_blocks)
-            table = sequence.tables[group]
-            if first > start:
-                end = min(first, len(table))
-                self.pools[manager.pool_id].free(reversed(table[start:end]))
-                self.retention.left_behind(sequence, start)
-                table[start:end] = [NULL_BLOCK] * (end - start)
-                sequence.first_held[group] = end
+        num_held = lowest = sequence.num_slots // self.block_size
+        left: list[list[int]] = [[] for _ in self.pools.pools]
+        for manager, (pool_id, groups) in self._local_groups:
+            num_sinks = manager.num_sink_blocks
+            end = min(manager.first_needed(num_resumable), num_held)
+            start = max(sequence.first_held[manager.group_id], num_sinks)
+            if end > start:
+                lowest = min(lowest, start)
+                nulls = [NULL_BLOCK] * (end - start)
+                for group in groups:
+                    table = sequence.tables[group]
+                    sequence.first_held[group] = end
+                    left[pool_id] += table[start:end]
+                    table[start:end] = nulls
+        if lowest < num_held:
+            for pool, block_ids in zip(self.pools.pools, left, strict=True):
+                pool.free(reversed(block_ids))
+            self.retention.left_behind(sequence, lowest)
 
     def _close(self, sequence: Sequence) -> None:
         """Give back all that a sequence holds."""
@@ -395,6 +394,14 @@ class KVCacheCoordinator(ABC):
                     for pages in checkpoints:
                         if manager.group_id in pages:
                             pages[manager.group_id] = moves.get(pages[manager.group_id], pages[manager.group_id])
+
+
+def _by_pool(managers: Seq[GroupManager]) -> list[tuple[int, list[int]]]:
+    """(pool, its groups) of those that these are of."""
+    pools: dict[int, list[int]] = {}
+    for manager in managers:
+        pools.setdefault(manager.pool_id, []).append(manager.group_id)
+    return list(pools.items())
 
 
 def _rename(blocks: "list[int] | Seq[int]", moves: dict[int, int]) -> None:

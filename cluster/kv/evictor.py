@@ -57,24 +57,6 @@ class Evictor:
         """Whether some layers leave blocks behind."""
         return bool(self._windows)
 
-    def needed_from(self, segment: Segment, reach: dict[Segment, list[int]]) -> list[int]:
-        """For each kind of window the first position that points at or below the segment's end need."""
-        end = segment.end
-        is_needed = segment.is_point or not (segment.children or segment.num_cursors)
-        if is_needed:
-            # What points below need begins no earlier.
-            return [same[0].first_needed(end * self._block_size) for same in self._windows]
-        below = [reach[child] for child in segment.children.values()]
-        return [min([end, *(needed[at] for needed in below)]) for at in range(len(self._windows))]
-
-    def has_left_behind(self, segment: Segment, needed: Sequence[int]) -> bool:
-        """Whether it may hold window blocks before those needed from it."""
-        end = segment.end
-        for first, same in zip(needed, self._windows, strict=True):
-            if min(first, end) > max(segment.thinned[same[0].group_id], same[0].num_sink_blocks):
-                return True
-        return False
-
     def thin(self, segment: Segment) -> None:
         """Drop the window blocks of a segment that no point needs."""
         for same in self._windows:

@@ -96,8 +96,9 @@ class KVCacheManager:
         Returns the ids appended to its block tables, empty if it had room already (O(1)); None, with nothing changed
         but windows moved on, if too few blocks are free. `num_processed` tokens have run for certain.
         """
-        most = min(num_tokens + num_lookahead, max(num_tokens, self.layout.max_model_len))
-        return self._coordinator.allocate(seq_id, most, num_processed)
+        if num_lookahead:
+            num_tokens = min(num_tokens + num_lookahead, max(num_tokens, self.layout.max_model_len))
+        return self._coordinator.allocate(seq_id, num_tokens, num_processed)
 
     def num_registered_blocks(self, seq_id: int) -> int:
         """Blocks of a live sequence that are findable, from its first on: where registering goes on."""
@@ -174,13 +175,15 @@ class KVCacheManager:
         return sum(pool.num_cached for pool in self._coordinator.pools.pools)
 
     def stats(self) -> KVStats:
-        """Bytes by state and counts by group. O(groups)."""
+        """Bytes by state and counts by group. O(sequences)."""
         coordinator = self._coordinator
         memory, evictor = coordinator.pools, coordinator.retention.evictor
         pools = tuple(
             KVPoolStats(page, pool.num_used * page, pool.num_evictable * page, pool.num_empty * page)
             for pool, page in zip(memory.pools, memory.page_bytes, strict=True)
         )
+        num_present, num_unfindable = self._events.num_present, coordinator.num_unfindable()
+        num_cached = [memory[group.pool_id].num_evictable_of(group.group_id) for group in self.layout.groups]
         groups = tuple(
             KVGroupStats(
                 kind=kind_name(group.spec),
@@ -193,10 +196,18 @@ class KVCacheManager:
                 num_evicted_ranked=evicted.num_ranked,
                 num_evicted_orphaned=evicted.num_orphaned,
                 pool_id=group.pool_id,
-                findable_bytes=num_present * group.page_bytes,
+                findable_bytes=findable * group.page_bytes,
+                referenced_bytes=(findable - cached + unfindable) * group.page_bytes,
+                cached_bytes=cached * group.page_bytes,
             )
-            for group, looked_up, evicted, num_present in zip(
-                self.layout.groups, coordinator.counts, evictor.counts, self._events.num_present, strict=True
+            for group, looked_up, evicted, findable, cached, unfindable in zip(
+                self.layout.groups,
+                coordinator.counts,
+                evictor.counts,
+                num_present,
+                num_cached,
+                num_unfindable,
+                strict=True,
             )
         )
         cached = sum(pool.cached_bytes for pool in pools)

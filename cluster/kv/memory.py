@@ -29,7 +29,7 @@ class PoolSet:
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self.page_bytes = tuple(pool.page_bytes for pool in layout.pools)
-        self.pools = tuple(BlockPool(pool.num_blocks) for pool in layout.pools)
+        self.pools = _empty_pools(layout)
 
     def __getitem__(self, pool_id: int) -> BlockPool:
         return self.pools[pool_id]
@@ -90,7 +90,7 @@ class PoolSet:
 
     def reset(self) -> None:
         """Forget all blocks; the boundaries go back to the layout's."""
-        self.pools = tuple(BlockPool(pool.num_blocks) for pool in self._layout.pools)
+        self.pools = _empty_pools(self._layout)
 
     def _could_give(self, needs: Sequence[int], available: Sequence[int]) -> bool:
         """Whether the surplus of some pools, in whole pages, covers the lack of the others."""
@@ -112,3 +112,7 @@ class PoolSet:
         moves = donor.shrink(num_given)
         resizes.append(PoolResize(donor_id, donor.num_blocks, tuple(moves.items())))
         return missing - num_given * page
+
+
+def _empty_pools(layout: KVLayout) -> tuple[BlockPool, ...]:
+    return tuple(BlockPool(pool.num_blocks, len(layout.groups)) for pool in layout.pools)

@@ -13,17 +13,20 @@ class RetentionPolicy(ABC):
     weighs_costs = True
 
     @abstractmethod
-    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
-        """A ranking begins, given (gap, age) of every prefix not used again since."""
+    def refresh(self, waiting: Sequence[int]) -> None:
+        """A request has started, given how many prefixes wait in each bin of `Ages`."""
 
     @abstractmethod
     def observe(self, gap: int, age: int) -> None:
         """A prefix whose last two uses were `gap` apart was wanted again at that age."""
 
     @abstractmethod
-    def rank(self, gap: int, priority: int, age: int, lost_tokens: float, freed_bytes: int) -> float:
-        """Worth of a point last used `age` ago, `gap` after its use before, that would cost so many tokens if it were
-        wanted, and frees so many bytes."""
+    def factor(self, age_bin: int) -> float:
+        """Of the rank of all points in a bin."""
+
+    @abstractmethod
+    def value(self, last_use: int, priority: int, lost_tokens: float, freed_bytes: int) -> float:
+        """The other factor: of a point that would cost so many tokens if it were wanted, and frees so many bytes."""
 
 
 class LruPolicy(RetentionPolicy):
@@ -31,15 +34,19 @@ class LruPolicy(RetentionPolicy):
 
     weighs_costs = False
 
-    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
+    def refresh(self, waiting: Sequence[int]) -> None:
         """Nothing to learn."""
 
     def observe(self, gap: int, age: int) -> None:
         """Nothing to learn."""
 
-    def rank(self, gap: int, priority: int, age: int, lost_tokens: float, freed_bytes: int) -> float:
+    def factor(self, age_bin: int) -> float:
+        """All alike."""
+        return 1.0
+
+    def value(self, last_use: int, priority: int, lost_tokens: float, freed_bytes: int) -> float:
         """See the base class."""
-        return -age
+        return last_use
 
 
 class ValuePolicy(RetentionPolicy):
@@ -48,7 +55,7 @@ class ValuePolicy(RetentionPolicy):
     def __init__(self) -> None:
         self._model = ReuseModel()
 
-    def refresh(self, waiting: Sequence[tuple[int, int]]) -> None:
+    def refresh(self, waiting: Sequence[int]) -> None:
         """See the base class."""
         self._model.refresh(waiting)
 
@@ -56,9 +63,13 @@ class ValuePolicy(RetentionPolicy):
         """See the base class."""
         self._model.observe(gap, age)
 
-    def rank(self, gap: int, priority: int, age: int, lost_tokens: float, freed_bytes: int) -> float:
+    def factor(self, age_bin: int) -> float:
+        """See the base class."""
+        return self._model.index[age_bin]
+
+    def value(self, last_use: int, priority: int, lost_tokens: float, freed_bytes: int) -> float:
         """See the base class. A step of priority counts as much as twice the tokens."""
-        return self._model.index(gap, age) * lost_tokens / freed_bytes * 2.0**priority
+        return lost_tokens / freed_bytes * 2.0**priority
 
 
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {"lru": LruPolicy, "value": ValuePolicy}

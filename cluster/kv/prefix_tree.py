@@ -11,21 +11,20 @@ of full attention have theirs at every position, because eviction goes tail firs
 from array import array
 from collections.abc import Iterator, Sequence
 
+from cluster.kv.ages import Prefix
 from cluster.kv.hashing import HASH_BYTES, BlockHash
 
-# Where the gap between two uses is not known yet.
-NO_GAP = -1
 
-
-class Segment:
+class Segment(Prefix):
     """Positions `[start, end)` of one prefix. `blocks[group]` holds the block id of each, or the null block."""
 
     __slots__ = (
-        "blocks", "children", "gap", "hashes", "is_point", "kind", "last_use", "num_cursors", "num_passes", "num_stops",
-        "parent", "pinned_until_s", "priority", "start", "thinned",
+        "blocks", "children", "entry", "hashes", "is_point", "kind", "num_cursors", "num_passes", "num_stops", "parent",
+        "pinned_until_s", "priority", "start", "thinned",
     )  # fmt: skip
 
     def __init__(self, parent: "Segment | None", start: int, num_groups: int) -> None:
+        super().__init__()
         self.parent = parent
         self.start = start
         self.children: dict[bytes, Segment] = {}
@@ -37,9 +36,8 @@ class Segment:
         self.kind = 0
         # Sequences whose newest registered block is its last: they will append below.
         self.num_cursors = 0
-        # By the clock of the retention policy: requests started.
-        self.last_use = 0
-        self.gap = NO_GAP
+        # Its place in the order of eviction, if it has one; owned by `Ranking`.
+        self.entry: tuple[float, int, Segment, bool] | None = None
         # Requests that wanted no more than this prefix, and that wanted more.
         self.num_stops = 0
         self.num_passes = 0

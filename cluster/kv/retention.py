@@ -9,10 +9,10 @@ The unit is the resume point: the end of a segment with all that lets a sequence
 3. pinned points, so that a pin can make nobody's admission fail. What is pinned beyond the budget counts as 2.
 """
 
-from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from cluster.kv.ages import NO_GAP, NUM_BINS, PER_OCTAVE, Ages, Prefix, bin_of
 from cluster.kv.events import EventLog
 from cluster.kv.evictor import Evictor
 from cluster.kv.group_managers import GroupManager
@@ -21,19 +21,13 @@ from cluster.kv.memory import PoolSet
 from cluster.kv.point_costs import PointCosts, fallback_of
 from cluster.kv.points import PointKind, StopModel
 from cluster.kv.policies import RetentionPolicy
-from cluster.kv.prefix_tree import NO_GAP, PrefixTree, Segment
+from cluster.kv.prefix_tree import PrefixTree, Segment
+from cluster.kv.ranking import Ranking
 from cluster.kv.sequence import Sequence
 
 _MAX_GHOSTS = 4096
-# Resume points are ranked anew after so many requests, as a share of the segments: the cost of a ranking is spread.
-_RANKED_PER_REQUEST = 256
-_CHEAP, _POINT, _PINNED = 0, 1, 2
 # Of the memory, what pins may hold at most: the rest stays open to everyone.
 _PIN_SHARE = 0.5
-
-# Kind, rank and a number of its own, all negated, and whose point: the greatest goes first, off a list's end. What is
-# left behind ranks by age, the oldest first.
-Entry = tuple[int, float, int, Segment]
 
 
 class Retention:
@@ -58,26 +52,33 @@ class Retention:
         self._is_full_only = all(m.is_full for m in managers)
         self._has_states = any(m.is_state for m in managers)
         self.evictor = Evictor(tree, managers, pools, events, block_size)
-        # Requests started: what ages are counted in.
-        self.clock = 0
-        self._ghosts: dict[bytes, tuple[int, int]] = {}
-        self._queue: list[Entry] = []
-        self._ranked_at = -1
-        self._next_number = 0
+        self._ages = Ages()
+        self._ghosts: dict[bytes, Prefix] = {}
+        self._ranking = Ranking()
+        # Points that could not go because a sequence held something of them, and whether one has ended since.
+        self._held: dict[Segment, None] = {}
+        self._has_ended = False
         self._now_s = 0.0
         self._pin_budget_bytes = _PIN_SHARE * pools.usable_bytes
+        self._pinned: dict[Segment, None] = {}
         self._pins_over_budget: set[Segment] = set()
-        # Of the pins that count, at the last ranking.
+        self._pins_counted_at = -1
+        # Of the pins that count, at the last time that memory was short.
         self.pinned_bytes = 0
-        # Where windows were left behind since the last ranking, by the segment that ended there then.
+        # Where windows were left behind, by the segment that ended there then; the oldest first.
         self._left_behind: dict[Segment, int] = {}
+
+    @property
+    def clock(self) -> int:
+        """Requests started: what ages are counted in."""
+        return self._ages.clock
 
     def used(self, path: Seq[Segment], depth: int, hashes: bytes, now_s: float) -> int:
         """A request started on the first `depth` positions of a path and wants all of `hashes`.
 
         Returns how long whoever goes on there has waited, as the policy's clock counts, or -1 if nobody was there.
         """
-        self.clock += 1
+        self._grow_older()
         self._now_s = max(self._now_s, now_s)
         clock = self.clock
         num_wanted = len(hashes) // HASH_BYTES
@@ -98,6 +99,10 @@ class Retention:
                 # The newest turn of somebody who comes again; what follows will wait as this did.
                 self._stops.observe_return(is_cut=False)
                 gap = end.gap
+        for segment in path:
+            self._ages.track(segment)
+            if segment.entry is not None:
+                self._put(segment)
         return gap
 
     def release(self, is_enough: Callable[[], bool], lacking: Callable[[], int], worth: float | None = None) -> bool:
@@ -105,39 +110,59 @@ class Retention:
 
         With a `worth`, only what ranks below it may go, and nothing that is pinned.
 
-        Amortised O(log segments) a point.
+        Amortised O(log points) a point.
         """
-        ranked_at = -1
+        self._count_pins()
+        if self._has_ended:
+            self._try_held_again()
+        has_retried = False
         while not is_enough():
-            if self._left_behind and (not self._queue or -self._queue[-1][0] != _CHEAP):
+            if self._left_behind:
                 segment, start = next(iter(self._left_behind.items()))
                 del self._left_behind[segment]
                 self.evictor.thin_from(segment, start)
                 continue
-            if not self._queue or (ranked_at < 0 and self._is_stale()):
-                if ranked_at == self.evictor.num_evicted:
-                    # Nothing went since the last ranking: the rest is held by sequences.
+            lowest = self._ranking.lowest(self._policy.factor)
+            if lowest is None:
+                if has_retried or not self._held:
                     return False
-                self._rank()
-                ranked_at = self.evictor.num_evicted
+                self._try_held_again()
+                has_retried = True
                 continue
-            entry = self._queue[-1]
-            if worth is not None and entry[:2] <= (-_POINT, -worth):
+            rank, segment = lowest
+            if worth is not None and (rank >= worth or self._is_pinned(segment)):
                 return False
-            self._queue.pop()
-            segment = entry[3]
-            if segment.parent is not None and not self._rises(entry):
-                self._evict(segment, -entry[0], lacking())
+            if not self._rises(segment):
+                self._evict(segment, lacking())
         return True
 
     def designate(self, segment: Segment, kind: PointKind) -> None:
         """The segment's end is a resume point from now on, unless it would keep nothing and so never be evicted."""
         if self._costs.is_free(segment):
             return
-        segment.kind = max(segment.kind, kind) if segment.is_point else kind
+        is_new = not segment.is_point
+        segment.kind = kind if is_new else max(segment.kind, kind)
         segment.is_point = True
-        if self._queue and not self._is_full_only:
-            self._enqueue(segment)
+        if not self._is_full_only:
+            self._put(segment)
+            if is_new:
+                # Whoever lies below would fall back to here.
+                for child in segment.children.values():
+                    self._put_below(child)
+
+    def cut(self, segment: Segment, at: int) -> Segment:
+        """See `PrefixTree.cut`."""
+        upper = self._tree.cut(segment, at)
+        if upper is not segment:
+            self.touched(upper)
+        return upper
+
+    def touched(self, segment: Segment) -> None:
+        """A segment is new, or its last use, gap or pin have changed. O(log points)."""
+        self._ages.track(segment)
+        if segment.pinned_until_s > self._now_s:
+            self._pinned[segment] = None
+        self._ranking.move(segment)
 
     def worth(self, sequence: Sequence, depth: int, kind: PointKind) -> float:
         """Rank of a checkpoint that a running sequence would make after `depth` blocks. O(segments above)."""
@@ -149,7 +174,8 @@ class Retention:
             freed += sum(m.page_bytes for m in self._managers if m.is_full) * (depth - fallback)
         else:
             lost *= self._stops.first_share(kind)
-        return self._policy.rank(sequence.gap, sequence.priority, 0, lost, freed)
+        value = self._policy.value(self.clock, sequence.priority, lost, freed)
+        return self._policy.factor(bin_of(sequence.gap, 0)) * value
 
     def left_behind(self, sequence: Sequence, start: int) -> None:
         """The sequence no longer needs window blocks that lie in its segment and those above, from `start` on.
@@ -164,20 +190,52 @@ class Retention:
             self._left_behind[segment] = min(start, self._left_behind.get(segment, start))
 
     def settle(self, segment: Segment) -> None:
-        """A sequence that ended there is gone: the point can be evicted now, or goes at once if it is none."""
+        """A sequence that ended there has gone on: what it came from can go now, and must if it is no point."""
         if segment.parent is not None:
             self._prune(segment)
 
+    def ended(self, segment: Segment, first_held: int) -> None:
+        """A sequence that ended there is gone, and held window blocks from `first_held` on."""
+        self._has_ended = True
+        if segment.parent is not None and self.evictor.has_windows:
+            self._left_behind[segment] = min(first_held, self._left_behind.get(segment, first_held))
+        self.settle(segment)
+
     def reset(self) -> None:
         """Everything cached is gone; what was learned of reuse stays."""
-        self._queue.clear()
+        self._ages.reset()
+        self._ranking.reset()
+        self._held.clear()
         self._left_behind.clear()
         self._ghosts.clear()
+        self._pinned.clear()
         self._pins_over_budget.clear()
         self.pinned_bytes = 0
 
-    def _is_stale(self) -> bool:
-        return self.clock - self._ranked_at > self._tree.num_segments // _RANKED_PER_REQUEST
+    def check(self) -> None:
+        """Assert that what waits is counted, and that nothing which could go is missing. O(segments)."""
+        counts = [0] * NUM_BINS
+        for prefix in (*self._tree.walk(), *self._ghosts.values()):
+            assert prefix.bin == bin_of(prefix.gap, self.clock - prefix.last_use), "a prefix is in another's bin"
+            counts[prefix.bin] += 1
+        assert counts == self._ages.counts, "waiting prefixes are miscounted"
+        for segment in self._tree.walk():
+            if segment.entry is None and segment not in self._held:
+                assert self._value_of(segment) is None, "a point that could go is not queued"
+        factor = self._policy.factor
+        queued = [(s.entry[3], factor(s.bin) * s.entry[0]) for s in self._tree.walk() if s.entry is not None]
+        lowest = self._ranking.lowest(factor)
+        assert (lowest and lowest[0]) == (min(queued)[1] if queued else None), "another point ranks lower"
+
+    def _grow_older(self) -> None:
+        """Another request. Amortised O(log ages) points move; one in an octave of its age is looked at again."""
+        for prefix in self._ages.tick():
+            if isinstance(prefix, Segment) and prefix.entry is not None:
+                if prefix.bin % PER_OCTAVE:
+                    self._ranking.move(prefix)
+                else:
+                    self._put(prefix)
+        self._policy.refresh(self._ages.counts)
 
     def _observe_ghosts(self, hashes: bytes, depth: int) -> int:
         gap = NO_GAP
@@ -185,34 +243,13 @@ class Retention:
             for at in range(depth * HASH_BYTES, len(hashes), HASH_BYTES):
                 ghost = self._ghosts.pop(hashes[at : at + HASH_BYTES], None)
                 if ghost is not None:
-                    last_use, last_gap = ghost
-                    gap = self.clock - last_use
-                    self._policy.observe(last_gap, gap)
+                    self._ages.forget(ghost)
+                    gap = self.clock - ghost.last_use
+                    self._policy.observe(ghost.gap, gap)
         return gap
 
-    def _rank(self) -> None:
-        """Rank every point. O(segments log segments)."""
-        self._ranked_at = clock = self.clock
-        self._left_behind.clear()
-        segments = list(self._tree.walk())
-        waiting = [(s.gap, clock - s.last_use) for s in segments]
-        waiting += [(gap, clock - last_use) for last_use, gap in self._ghosts.values()]
-        self._policy.refresh(waiting)
-        self._count_pins(segments)
-        self._queue.clear()
-        reach: dict[Segment, list[int]] = {}
-        for segment in reversed(segments):
-            if self.evictor.has_windows:
-                reach[segment] = needed = self.evictor.needed_from(segment, reach)
-                if self.evictor.has_left_behind(segment, needed):
-                    self._queue.append((-_CHEAP, clock - segment.last_use, self._number(), segment))
-            entry = self._entry_of(segment)
-            if entry is not None:
-                self._queue.append(entry)
-        self._queue.sort()
-
-    def _entry_of(self, segment: Segment) -> Entry | None:
-        """Where in the order the segment's point goes; None if evicting it would free nothing."""
+    def _value_of(self, segment: Segment) -> float | None:
+        """What the segment's point is worth, but for its age; None if evicting it would free nothing."""
         # A running sequence will append below: what it came from is an inner point already.
         is_leaf = not segment.children and not segment.num_cursors
         if is_leaf:
@@ -231,36 +268,51 @@ class Retention:
             return None
         if not is_leaf:
             lost *= self._stops.share(segment)
-        rank = self._policy.rank(segment.gap, segment.priority, self.clock - segment.last_use, lost, freed)
-        return -self._kind_of(segment), -rank, self._number(), segment
+        return self._policy.value(segment.last_use, segment.priority, lost, freed)
 
-    def _enqueue(self, segment: Segment) -> None:
-        """Queue a point that there was not at the last ranking, or what has become a leaf."""
-        entry = self._entry_of(segment)
-        if entry is not None:
-            insort(self._queue, entry)
+    def _put(self, segment: Segment) -> None:
+        """Queue a segment's point by what it is worth now; one that is held waits until a sequence has ended."""
+        value = self._value_of(segment)
+        if value is not None:
+            self._ranking.put(segment, value, is_pinned=self._is_pinned(segment))
+            return
+        self._ranking.remove(segment)
+        if segment.is_point or not segment.children:
+            self._held[segment] = None
 
-    def _rises(self, old: Entry) -> bool:
-        """Queue a segment again whose rank has risen since: what hung on it is gone, or it has been used."""
-        kind, rank, _, segment = old
-        if -kind == _CHEAP:
-            return False
-        entry = self._entry_of(segment)
-        if entry is None:
+    def _put_below(self, segment: Segment) -> None:
+        """Queue anew the next point at or below, down to a branch: what it would fall back to, or free, has changed."""
+        while not segment.is_point and len(segment.children) == 1:
+            (segment,) = segment.children.values()
+        self._put(segment)
+
+    def _try_held_again(self) -> None:
+        held, self._held, self._has_ended = self._held, {}, False
+        for segment in held:
+            self._put(segment)
+
+    def _rises(self, segment: Segment) -> bool:
+        """Queue a point again that is worth more than it was, or held; otherwise take it out."""
+        entry, value = segment.entry, self._value_of(segment)
+        assert entry is not None
+        if value is None or value > entry[0]:
+            self._put(segment)
             return True
-        if entry[:2] >= (kind, rank):
-            return False
-        insort(self._queue, entry)
-        return True
+        self._ranking.remove(segment)
+        return False
 
-    def _kind_of(self, segment: Segment) -> int:
-        is_pinned = segment.pinned_until_s > self._now_s and segment not in self._pins_over_budget
-        return _PINNED if is_pinned else _POINT
+    def _is_pinned(self, segment: Segment) -> bool:
+        return segment.pinned_until_s > self._now_s and segment not in self._pins_over_budget
 
-    def _count_pins(self, segments: Iterable[Segment]) -> None:
-        """Pins hold as much as the budget allows: those that end last, then those used last."""
-        pinned = [s for s in segments if s.pinned_until_s > self._now_s]
+    def _count_pins(self) -> None:
+        """Pins hold as much as the budget allows: those that end last, then those used last. O(what is pinned)."""
+        if self._pins_counted_at == self.clock or not self._pinned:
+            return
+        self._pins_counted_at = self.clock
+        known = [s for s in self._pinned if s.parent is not None]
+        pinned = [s for s in known if s.pinned_until_s > self._now_s]
         pinned.sort(key=lambda s: (s.pinned_until_s, s.last_use), reverse=True)
+        self._pinned = dict.fromkeys(pinned)
         self._pins_over_budget.clear()
         left = self._pin_budget_bytes
         self.pinned_bytes = 0
@@ -271,15 +323,12 @@ class Retention:
             else:
                 left -= num_bytes
                 self.pinned_bytes += num_bytes
+        for segment in known:
+            if segment.entry is not None and segment.entry[3] != self._is_pinned(segment):
+                self._put(segment)
 
-    def _number(self) -> int:
-        self._next_number -= 1
-        return self._next_number
-
-    def _evict(self, segment: Segment, kind: int, num_blocks: int) -> None:
-        if kind == _CHEAP:
-            self.evictor.thin(segment)
-        elif segment.children or segment.num_cursors:
+    def _evict(self, segment: Segment, num_blocks: int) -> None:
+        if segment.children or segment.num_cursors:
             self._drop_inner(segment)
         else:
             self._drop_leaf(segment, num_blocks)
@@ -288,12 +337,15 @@ class Retention:
         """An inner point goes: its state now, its window as far as nothing else needs it."""
         states = [m for m in self._managers if m.is_state]
         if any(self._pools[m.pool_id].ref_count(segment.blocks[m.group_id][-1]) for m in states):
-            return  # A sequence is just starting from it.
+            self._held[segment] = None  # A sequence is just starting from it.
+            return
         segment.is_point = False
         for manager in states:
             num_dropped = self.evictor.clear(segment, manager, segment.end - 1, segment.end)
             self.evictor.counts[manager.group_id].num_ranked += num_dropped
         self.evictor.thin_upwards(segment)
+        if len(segment.children) == 1:
+            self._put_below(segment)
 
     def _drop_leaf(self, segment: Segment, num_blocks: int) -> None:
         end = segment.start
@@ -308,24 +360,39 @@ class Retention:
         if segment.parent is not None:
             # Its running sequences, or its own worth, keep the rest.
             segment.is_point = segment.is_point and segment.end == old_end
-            self._enqueue(segment)
+            self._put(segment)
         else:
             assert parent is not None
+            self._forget(segment)
             self._prune(parent)
 
     def _prune(self, segment: Segment) -> None:
-        """After a leaf is gone: what above it has become a leaf and can't be resumed at its end goes too."""
+        """What has become a leaf and can't be resumed at its end goes, and so does what is above it."""
         while segment.parent is not None and not segment.children and not segment.num_cursors:
             parent = segment.parent
             if segment.is_point or self._is_full_only:
-                self._enqueue(segment)
+                self._put(segment)
                 return
             # Whoever is still to copy its last block knows that by its id.
             self.evictor.trim(segment, segment.start, is_orphan=True)
+            self._forget(segment)
             segment = parent
+        if not self._is_full_only and segment.parent is not None:
+            if segment.is_point:
+                self._put(segment)
+            elif len(segment.children) == 1:
+                self._put_below(segment)
+
+    def _forget(self, segment: Segment) -> None:
+        self._ages.forget(segment)
+        self._ranking.remove(segment)
+        self._held.pop(segment, None)
 
     def _remember(self, segment: Segment) -> None:
         """A point that goes is remembered by its hash, so that its being wanted again is seen."""
         while len(self._ghosts) >= _MAX_GHOSTS:
-            del self._ghosts[next(iter(self._ghosts))]
-        self._ghosts[bytes(segment.hash_at(segment.end - 1))] = (segment.last_use, segment.gap)
+            self._ages.forget(self._ghosts.pop(next(iter(self._ghosts))))
+        key = bytes(segment.hash_at(segment.end - 1))
+        self._ages.forget(self._ghosts.pop(key, Prefix()))
+        self._ghosts[key] = ghost = Prefix(segment.gap, segment.last_use)
+        self._ages.track(ghost)

@@ -13,91 +13,97 @@ Wanted prefixes count whether or not they were still here ("ghosts"): otherwise 
 never learn of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import pairwise
 
-from cluster.kv.prefix_tree import NO_GAP
+from cluster.kv.ages import NUM_BINS, NUM_BUCKETS, NUM_CLASSES, PER_OCTAVE, bin_of
 
-# Buckets of a quarter octave.
-_PER_OCTAVE = 4
-_NUM_OCTAVES = 16
-NUM_BUCKETS = _PER_OCTAVE * _NUM_OCTAVES
-# One class for unknown gaps, one an octave for the rest.
-_NUM_CLASSES = _NUM_OCTAVES + 1
 # Belief before any evidence: as many observations, with a chance of reuse in each octave that does not depend on age.
 _PRIOR_WEIGHT = 1.0
 _PRIOR_PER_OCTAVE = 0.4
+_CLASSES_A_REQUEST = 2
 # When so many uses have been seen, they count half: habits change.
 _HALVE_AT = 4096
 
 
-def bucket_of(age: int) -> int:
-    """The bucket of an age. The first ages have one each, as integer arithmetic has it."""
-    octave = (age + 1).bit_length() - 1
-    if octave >= _NUM_OCTAVES:
-        return NUM_BUCKETS - 1
-    return octave * _PER_OCTAVE + ((age + 1 - (1 << octave)) * _PER_OCTAVE >> octave)
-
-
-def class_of(gap: int) -> int:
-    """The class of prefixes whose last two uses were `gap` apart."""
-    return 0 if gap == NO_GAP else min((gap + 1).bit_length(), _NUM_CLASSES - 1)
-
-
-_FIRST_AGE = [(1 << b // _PER_OCTAVE) * (_PER_OCTAVE + b % _PER_OCTAVE) / _PER_OCTAVE for b in range(NUM_BUCKETS + 1)]
+_FIRST_AGE = [(1 << b // PER_OCTAVE) * (PER_OCTAVE + b % PER_OCTAVE) / PER_OCTAVE for b in range(NUM_BUCKETS + 1)]
 _WIDTHS = [after - first for first, after in pairwise(_FIRST_AGE)]
-_PRIOR_HAZARD = 1 - (1 - _PRIOR_PER_OCTAVE) ** (1 / _PER_OCTAVE)
+_PRIOR_HAZARD = 1 - (1 - _PRIOR_PER_OCTAVE) ** (1 / PER_OCTAVE)
 
 
 class ReuseModel:
-    """Counts, and the index computed from them when asked to refresh."""
+    """Counts by bin, and the index computed from them, a class at a time."""
 
     def __init__(self) -> None:
-        self._used = [[0.0] * NUM_BUCKETS for _ in range(_NUM_CLASSES)]
-        self._num_used = [0.0] * _NUM_CLASSES
-        self._index = [_index([0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS)] * _NUM_CLASSES
+        self._used = [0.0] * NUM_BINS
+        self._num_used = [0.0] * NUM_CLASSES
+        self._next_class = 0
+        # Uses per request of waiting, by bin.
+        self.index = _PRIOR_INDEX * NUM_CLASSES
 
     def observe(self, gap: int, age: int) -> None:
-        """A prefix of that class was wanted again at that age."""
-        kind = class_of(gap)
-        self._used[kind][bucket_of(age)] += 1
+        """A prefix of that gap was wanted again at that age."""
+        at = bin_of(gap, age)
+        kind = at // NUM_BUCKETS
+        self._used[at] += 1
         self._num_used[kind] += 1
         if self._num_used[kind] >= _HALVE_AT:
-            self._used[kind] = [count / 2 for count in self._used[kind]]
+            own = slice(kind * NUM_BUCKETS, (kind + 1) * NUM_BUCKETS)
+            self._used[own] = [count / 2 for count in self._used[own]]
             self._num_used[kind] /= 2
 
-    def refresh(self, waiting: Iterable[tuple[int, int]]) -> None:
-        """Compute the index anew, given (gap, age) of all prefixes that have not been wanted again yet.
+    def refresh(self, waiting: Sequence[int]) -> None:
+        """Compute the index of the next classes anew that have been seen, given how many wait in each bin.
 
-        O(prefixes + classes * buckets).
+        Classes take turns: an index changes little from one request to the next. O(buckets).
         """
-        still = [[0.0] * NUM_BUCKETS for _ in range(_NUM_CLASSES)]
-        for gap, age in waiting:
-            still[class_of(gap)][bucket_of(age)] += 1
-        self._index = [_index(used, waits) for used, waits in zip(self._used, still, strict=True)]
+        num_done = 0
+        for _ in range(NUM_CLASSES):
+            kind = self._next_class
+            self._next_class = (kind + 1) % NUM_CLASSES
+            own = slice(kind * NUM_BUCKETS, (kind + 1) * NUM_BUCKETS)
+            if self._num_used[kind] or any(waiting[own]):
+                self.index[own] = _index(self._used[own], waiting[own])
+                num_done += 1
+                if num_done == _CLASSES_A_REQUEST:
+                    return
 
-    def index(self, gap: int, age: int) -> float:
-        """Uses per request of waiting, of a prefix of that class at that age."""
-        return self._index[class_of(gap)][bucket_of(age)]
 
+def _curve(used: Sequence[float], waiting: Sequence[float], num_buckets: int) -> tuple[list[float], list[float]]:
+    """Of those that wait at age 0: how many still do at the start of each bucket, and how long they have on average.
 
-def _index(used: list[float], waiting: list[float]) -> list[float]:
-    """The steepest slope from each age on, of P(used) over time waited: the upper hull from the right. O(buckets)."""
+    Nobody has been seen beyond so many buckets.
+    """
     at_risk = 0.0
-    hazards = [0.0] * NUM_BUCKETS
-    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+    hazards: list[float] = []
+    for bucket in range(num_buckets - 1, -1, -1):
         # Half of those that wait in this bucket have been through it.
         exposed = at_risk + used[bucket] + waiting[bucket] / 2
-        hazards[bucket] = (used[bucket] + _PRIOR_WEIGHT * _PRIOR_HAZARD) / (exposed + _PRIOR_WEIGHT)
+        hazards.append((used[bucket] + _PRIOR_WEIGHT * _PRIOR_HAZARD) / (exposed + _PRIOR_WEIGHT))
         at_risk += used[bucket] + waiting[bucket]
     alive, time = [1.0], [0.0]
-    for hazard, width in zip(hazards, _WIDTHS, strict=True):
+    for hazard, width in zip(reversed(hazards), _WIDTHS, strict=False):
         # Those used in the bucket waited half of it.
         time.append(time[-1] + alive[-1] * width * (1 - hazard / 2))
         alive.append(alive[-1] * (1 - hazard))
-    index = [0.0] * NUM_BUCKETS
-    hull = [NUM_BUCKETS]
-    for bucket in range(NUM_BUCKETS - 1, -1, -1):
+    return alive, time
+
+
+def _index(used: Sequence[float], waiting: Sequence[float]) -> list[float]:
+    """The steepest slope from each age on, of P(used) over time waited: the upper hull from the right. O(buckets).
+
+    Beyond the last age that anybody has seen the prior holds, whose slopes fall with age.
+    """
+    num_seen = NUM_BUCKETS
+    while num_seen and not used[num_seen - 1] and not waiting[num_seen - 1]:
+        num_seen -= 1
+    alive, time = _curve(used, waiting, num_seen)
+    scale, started = alive[-1] / _PRIOR_ALIVE[num_seen], time[-1]
+    alive += [scale * share for share in _PRIOR_ALIVE[num_seen + 1 :]]
+    time += [started + scale * (at - _PRIOR_TIME[num_seen]) for at in _PRIOR_TIME[num_seen + 1 :]]
+    index = _PRIOR_INDEX[:]
+    hull = list(range(NUM_BUCKETS, num_seen - 1, -1))
+    for bucket in range(num_seen - 1, -1, -1):
         while len(hull) > 1 and _slope(alive, time, bucket, hull[-2]) >= _slope(alive, time, bucket, hull[-1]):
             hull.pop()
         index[bucket] = _slope(alive, time, bucket, hull[-1])
@@ -107,3 +113,8 @@ def _index(used: list[float], waiting: list[float]) -> list[float]:
 
 def _slope(alive: list[float], time: list[float], start: int, end: int) -> float:
     return (alive[start] - alive[end]) / (time[end] - time[start])
+
+
+_NOBODY = [0] * NUM_BUCKETS
+_PRIOR_ALIVE, _PRIOR_TIME = _curve(_NOBODY, _NOBODY, NUM_BUCKETS)
+_PRIOR_INDEX = [_slope(_PRIOR_ALIVE, _PRIOR_TIME, bucket, bucket + 1) for bucket in range(NUM_BUCKETS)]

@@ -8,9 +8,11 @@ class KVGroupStats:
     """One group. Counts are since the start.
 
     `num_hit_tokens` is what the group alone could have resumed of the tokens looked up, `num_limited` how often it was
-    the one that ended a hit. `findable_bytes` are of blocks and states with a hash, held by a sequence or not. Blocks
-    are evicted because windows moved on (left behind), because of the rank of their resume point (ranked), or because
-    with it nothing could use them any more (orphaned).
+    the one that ended a hit. Blocks are evicted because windows moved on (left behind), because of the rank of their
+    resume point (ranked), or because with it nothing could use them any more (orphaned): none such is kept.
+
+    `findable_bytes` are of blocks and states with a hash, held by a sequence or not; `referenced_bytes` of those that
+    sequences hold, findable or not; `cached_bytes` of the findable rest. What is free belongs to no group.
     """
 
     kind: str
@@ -24,6 +26,8 @@ class KVGroupStats:
     num_evicted_orphaned: int
     pool_id: int
     findable_bytes: int
+    referenced_bytes: int
+    cached_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

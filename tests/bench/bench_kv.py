@@ -38,6 +38,13 @@ MODELS: dict[str, list[LayerSpec]] = {
     "full+window": [FULL, SlidingWindowSpec(1, 8, 1024)],
     "full+5window": [FULL, *[SlidingWindowSpec(1, 8, 1024)] * 5],
 }
+# Growth in groups, of one window and of windows that each begin elsewhere.
+GROUPS = {
+    **MODELS,
+    "full+3window": [FULL, *[SlidingWindowSpec(1, 8, 1024)] * 3],
+    "full+3 own windows": [FULL, *[SlidingWindowSpec(1, 8, 1024 + 16 * i) for i in range(3)]],
+    "full+5 own windows": [FULL, *[SlidingWindowSpec(1, 8, 1024 + 16 * i) for i in range(5)]],
+}
 PROMPT = 32_768
 CHUNK = 2048
 
@@ -47,7 +54,7 @@ KEPT: list["Prompts"] = []
 
 def ledger(model: str, num_blocks: int) -> KVCacheManager:
     """With so many blocks for each group."""
-    specs = MODELS[model]
+    specs = GROUPS[model]
     budget = num_blocks * 16 * FULL.token_bytes * len(specs)
     return KVCacheManager(plan_layout(specs, kv_budget_bytes=budget, max_model_len=64, max_in_flight_tokens=2 * CHUNK))
 
@@ -148,21 +155,23 @@ def _per_block(case: str, seconds: float, num_blocks: int, reference_us: float) 
 
 
 def decode(counts: Sequence[int]) -> list[Row]:
-    """A step of running requests that each need room for one token more; a block every sixteen steps."""
+    """A step of running requests that each need room for one token more: every sixteen steps a block in every group,
+    and a block that has left its window in every window group."""
     references = {"full": 12.0, "full+window": 32.0, "full+5window": 66.0}
     rows: list[Row] = []
-    for model in MODELS:
+    for model in GROUPS:
         for num_running in counts:
-            kv = ledger(model, 100 * num_running + 1000)
+            kv = ledger(model, 220 * num_running)
             for seq_id in range(num_running):
-                kv.start(seq_id, kv.get_computed_blocks(b"", 1000))
-                kv.allocate(seq_id, 1000)
+                kv.start(seq_id, kv.get_computed_blocks(b"", 3000))
+                for length in (1500, 3000, 3016, 3032):
+                    kv.allocate(seq_id, length, length - 16)
             started = time.process_time()
-            for length in range(1001, 1065):
+            for length in range(3033, 3033 + 64):
                 for seq_id in range(num_running):
                     kv.allocate(seq_id, length, length - 2)
             seconds = (time.process_time() - started) / 64 / num_running
-            reference = references[model] if num_running == 256 else None
+            reference = references.get(model) if num_running == 256 else None
             case = f"decode, {num_running} running, {model}"
             rows.append({"case": case, "us": seconds * 1e6, "unit": "request", "reference_us": reference})
     return rows

@@ -16,6 +16,8 @@ GROUP = admin_pb2.KVGroup(
     num_evicted_ranked=8,
     num_evicted_orphaned=9,
     findable_bytes=10,
+    referenced_bytes=14,
+    cached_bytes=15,
 )
 POOL = admin_pb2.KVPool(page_bytes=1024, referenced_bytes=11, cached_bytes=12, free_bytes=13)
 
@@ -45,6 +47,8 @@ def test_a_mac_that_answers_shows_its_memory_and_groups():
     for state, value in (("referenced", 11), ("cached", 12), ("free", 13)):
         assert found["cidery_kv_pool_bytes", (of_mac, ("pool", "0"), ("state", state))] == value
     assert found["cidery_kv_findable_bytes", of_group] == 10
+    for state, value in (("referenced", 14), ("cached", 15)):
+        assert found["cidery_kv_group_bytes", (*of_group, ("state", state))] == value
     assert found["cidery_mac_running", (of_mac,)] == 5
     assert found["cidery_mac_waiting", (of_mac,)] == 6
     assert found["cidery_mac_drafted_tokens_total", (of_mac,)] == 8

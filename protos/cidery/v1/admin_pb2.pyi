@@ -98,7 +98,7 @@ class Drift(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., num_actual_tokens: _Optional[int] = ..., num_error_tokens: _Optional[int] = ..., is_alarming: _Optional[bool] = ...) -> None: ...
 
 class KVGroup(_message.Message):
-    __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned", "pool_id", "findable_bytes")
+    __slots__ = ("kind", "num_layers", "page_bytes", "num_queried_tokens", "num_hit_tokens", "num_limited", "num_evicted_left_behind", "num_evicted_ranked", "num_evicted_orphaned", "pool_id", "findable_bytes", "referenced_bytes", "cached_bytes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,8 @@ class KVGroup(_message.Message):
     NUM_EVICTED_ORPHANED_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     FINDABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     num_layers: int
     page_bytes: int
@@ -121,7 +123,9 @@ class KVGroup(_message.Message):
     num_evicted_orphaned: int
     pool_id: int
     findable_bytes: int
-    def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_evicted_left_behind: _Optional[int] = ..., num_evicted_ranked: _Optional[int] = ..., num_evicted_orphaned: _Optional[int] = ..., pool_id: _Optional[int] = ..., findable_bytes: _Optional[int] = ...) -> None: ...
+    referenced_bytes: int
+    cached_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., num_layers: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_queried_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_limited: _Optional[int] = ..., num_evicted_left_behind: _Optional[int] = ..., num_evicted_ranked: _Optional[int] = ..., num_evicted_orphaned: _Optional[int] = ..., pool_id: _Optional[int] = ..., findable_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ...) -> None: ...
 
 class KVPool(_message.Message):
     __slots__ = ("page_bytes", "referenced_bytes", "cached_bytes", "free_bytes")

@@ -351,5 +351,6 @@ class HybridMachine(RuleBasedStateMachine):
         for index, group in enumerate(memory.groups):
             assert group.findable_bytes == group.page_bytes * sum(key[0] == index for key in snapshot)
         for index, pool in enumerate(memory.pools):
-            findable = sum(group.findable_bytes for group in memory.groups if group.pool_id == index)
-            assert pool.cached_bytes <= findable <= pool.cached_bytes + pool.referenced_bytes
+            own = [group for group in memory.groups if group.pool_id == index]
+            assert pool.cached_bytes == sum(group.cached_bytes for group in own)
+            assert pool.referenced_bytes == sum(group.referenced_bytes for group in own)

@@ -81,7 +81,7 @@ def test_shrinking_moves_what_lies_beyond_the_new_end():
     pool.free([1, 3, 5])
     assert pool.shrink(2) == {6: 1}
     assert (pool.num_blocks, pool.ref_count(1), pool.num_empty) == (6, 1, 1)
-    pool.check([0, 1, 1, 0, 1, 0], {1, 5})
+    pool.check([0, 1, 1, 0, 1, 0], {1: 0, 5: 0})
 
 
 def test_shrinking_into_memory_that_was_never_used_moves_nothing():
@@ -100,10 +100,24 @@ def test_a_block_moves_to_where_nothing_ever_was():
     assert pool.shrink(3) == {3: 2}
 
 
-@pytest.mark.parametrize("damage", ["_refs", "_is_cached"])
+@pytest.mark.parametrize("damage", ["_refs", "_owners"])
 def test_check_finds_what_it_is_for(damage):
     pool = BlockPool(4)
     pool.allocate(2)
     getattr(pool, damage)[1] ^= 1
     with pytest.raises(AssertionError, match="differ"):
-        pool.check([0, 1, 1, 0], set())
+        pool.check([0, 1, 1, 0], {})
+
+
+def test_what_nobody_references_is_counted_by_the_group_whose_content_it_is():
+    pool = BlockPool(8, num_groups=2)
+    blocks = pool.allocate(3)
+    pool.cache(blocks[:1], 0)
+    pool.cache(blocks[1:], 1)
+    assert [pool.num_evictable_of(group) for group in range(2)] == [0, 0]
+    pool.free(blocks)
+    assert [pool.num_evictable_of(group) for group in range(2)] == [1, 2]
+    pool.touch([2])
+    pool.forget([3])
+    assert [pool.num_evictable_of(group) for group in range(2)] == [1, 0]
+    pool.check([0, 0, 1, 0, 0, 0, 0, 0], {1: 0, 2: 1})

@@ -1,13 +1,18 @@
 """What is learned of reuse."""
 
-from cluster.kv.prefix_tree import NO_GAP
-from cluster.kv.reuse_model import NUM_BUCKETS, ReuseModel, bucket_of
+import random
+
+import pytest
+
+from cluster.kv import reuse_model
+from cluster.kv.ages import NO_GAP, NUM_BINS, NUM_BUCKETS, bin_of
+from cluster.kv.reuse_model import ReuseModel
+
+NOBODY = [0] * NUM_BINS
 
 
-def test_buckets_grow_with_age_and_end():
-    buckets = [bucket_of(age) for age in range(1 << 12)]
-    assert buckets == sorted(buckets)
-    assert bucket_of(1 << 16) == bucket_of(1 << 40) == NUM_BUCKETS - 1
+def index(model, age):
+    return model.index[bin_of(NO_GAP, age)]
 
 
 def test_habits_change():
@@ -15,11 +20,24 @@ def test_habits_change():
     model = ReuseModel()
     for _ in range(5000):
         model.observe(NO_GAP, 3)
-    model.refresh([])
-    soon = model.index(NO_GAP, 0)
+    model.refresh(NOBODY)
+    soon = index(model, 0)
     for _ in range(10_000):
         model.observe(NO_GAP, 300)
-    model.refresh([])
+    model.refresh(NOBODY)
     assert soon > 0.2
-    assert model.index(NO_GAP, 0) < soon / 5
-    assert model.index(NO_GAP, 250) > model.index(NO_GAP, 0)
+    assert index(model, 0) < soon / 5
+    assert index(model, 250) > index(model, 0)
+
+
+@pytest.mark.parametrize("num_seen", [0, 1, 7, 40, NUM_BUCKETS])
+def test_the_index_is_the_steepest_slope_to_any_later_age(num_seen):
+    rng = random.Random(num_seen)
+    used = [rng.randrange(30) * (bucket < num_seen) for bucket in range(NUM_BUCKETS)]
+    waiting = [rng.randrange(300) * (bucket < num_seen) for bucket in range(NUM_BUCKETS)]
+    alive, time = reuse_model._curve(used, waiting, NUM_BUCKETS)
+    slopes = [
+        max((alive[at] - alive[end]) / (time[end] - time[at]) for end in range(at + 1, NUM_BUCKETS + 1))
+        for at in range(NUM_BUCKETS)
+    ]
+    assert reuse_model._index(used, waiting) == pytest.approx(slopes)
