@@ -83,6 +83,18 @@ def _errors(pairs) -> list[float]:
     return [error for answer, expected in pairs for error in scenario.errors_of(answer, expected)]
 
 
+def _gaps_where_tokens_part(pairs) -> list[float]:
+    """For each answer that is another one: how far the two likeliest tokens lie apart where it begins to be."""
+    gaps = []
+    for answer, expected in pairs:
+        for token, theirs, logprobs in zip(answer.tokens, expected.tokens, expected.logprobs, strict=True):
+            if token != theirs:
+                second, first = np.sort(logprobs)[-2:]
+                gaps.append(float(first - second))
+                break
+    return gaps
+
+
 _ALL = [(case, bits) for case in _CHANGES for bits in (8, 4)]
 _ALWAYS = {("llama tied", 8), ("gemma3_text", 8), ("llama4_text", 4), ("deepseek_v3", 8), ("qwen3_next", 4)}
 
@@ -107,8 +119,8 @@ def test_every_kind_gives_what_mlx_lm_gives_over_rounded_rows(case, bits):
     errors, effects = _errors(pairs), _errors(_pairs(run.answers, plain))
     assert np.median(errors) <= np.median(effects) / 20
     assert max(errors) <= max(effects) / 2
-    same = sum(answer.tokens == expected.tokens for answer, expected in pairs)
-    assert same >= len(pairs) - 1
+    # Tokens differ only where the two likeliest are nearer to each other than the answers are.
+    assert all(gap <= 2 * max(errors) for gap in _gaps_where_tokens_part(pairs))
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (8, 32), (4, 64), (4, 32)])
