@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from worker import blas
+from worker import blas, switches
 from worker.config import DTYPES, WorkerConfig
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def _parse() -> WorkerConfig:
     parser.add_argument(
         "--exit-with-stdin", dest="exits_with_stdin", action="store_true", help="end when standard input does"
     )
-    return WorkerConfig(**vars(parser.parse_args()))
+    config = WorkerConfig(**vars(parser.parse_args()))
+    switches.check_all(parser)
+    return config
 
 
 def _serve(config: WorkerConfig) -> int:
