@@ -1,6 +1,7 @@
 """The self-test's checks of decode attention: kernels against twins, rows that share loads bit for bit."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,14 +14,13 @@ from worker.metal.kv_pools import KVPool
 from worker.metal.paged_decode import PagedDecode
 from worker.metal.quantized import QuantizedPool
 from worker.metal.self_test import AttentionNeeds, Needs
+from worker.metal.self_test_judge import differs, exact
 
 _NUM_BLOCKS = 64
 # One token, a partial block, exact blocks, several partitions.
 _CONTEXT_LENS = (1, 7, 32, 300)
 _VERIFY_ROWS = 3
 _MAX_SHARED_HEAD_DIM = 256
-# Relative to outputs of order 1: half precision rounds the result once, reduction order is free.
-_TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,11 @@ def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     ranges = seen_ranges(_CONTEXT_LENS, window=need.window, chunk=need.chunk)
     table, is_seen = _tables(ranges, need.block_size)
     plan = plan_decode(table, ranges, need.num_kv_heads)
-    return _differs(*(_attend(kernel, need, plan, is_seen) for kernel in (PagedDecode(metal_kernel), decode_twins)))
+    arrays = _arrays(need, plan, is_seen)
+    ours = _attend(PagedDecode(metal_kernel), need, plan, *arrays)
+    with mx.stream(mx.cpu):
+        truth = _attend(decode_twins, need, plan, *map(exact, arrays))
+    return differs(ours, truth)
 
 
 def check_verify_window(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
@@ -63,7 +67,8 @@ def check_verify_window(metal_kernel: MetalKernel, need: AttentionNeeds) -> str 
         plan_verify(table, ranges, need.num_kv_heads, rows_per_sequence=_VERIFY_ROWS, shares_loads=shares_loads)
         for shares_loads in (False, True)
     )
-    ours, expected = _attend(decode, need, together, is_seen), _attend(decode, need, apart, is_seen)
+    arrays = _arrays(need, together, is_seen)
+    ours, expected = (_attend(decode, need, plan, *arrays) for plan in (together, apart))
     return None if mx.array_equal(ours, expected).item() else "rows that share loads differ from rows on their own"
 
 
@@ -76,11 +81,11 @@ def check_latent(metal_kernel: MetalKernel, needs: Needs) -> str | None:
         plan = plan_decode(table, ranges, 1)
         pool = _pool(_normal(1, _NUM_BLOCKS, 1, need.block_size, head_dim, dtype=need.dtype), need, is_seen)
         queries = _normal(4, len(ranges), need.num_heads, 1, head_dim, dtype=need.dtype)
-        ours, twin = (
-            kernel.attend_latent(queries, pool, need.latent_dim, plan, head_dim**-0.5)
-            for kernel in (PagedDecode(metal_kernel), decode_twins)
-        )
-        failure = _differs(ours, twin)
+        rest = need.latent_dim, plan, head_dim**-0.5
+        ours = PagedDecode(metal_kernel).attend_latent(queries, pool, *rest)
+        with mx.stream(mx.cpu):
+            truth = decode_twins.attend_latent(exact(queries), exact(pool), *rest)
+        failure = differs(ours, truth)
         if failure is not None:
             return f"{failure} for {need}"
     return None
@@ -99,19 +104,29 @@ def _tables(ranges: NDArray[np.int32], block_size: int) -> tuple[NDArray[np.int3
     return table, mx.array(is_seen)[:, None, :, None]
 
 
-def _attend(kernel: object, need: AttentionNeeds, plan: DecodePlan, is_seen: mx.array) -> mx.array:
-    """Through `PagedDecode` or its twin, on the same arrays."""
+def _arrays(need: AttentionNeeds, plan: DecodePlan, is_seen: mx.array) -> tuple[mx.array, KVPool, KVPool, mx.array]:
+    """Queries, keys, values and sinks."""
     shape = (_NUM_BLOCKS, need.num_kv_heads, need.block_size)
     keys, values = (
         _pool(_normal(seed, *shape, dim, dtype=need.dtype), need, is_seen)
         for seed, dim in ((1, need.head_dim), (2, need.value_dim))
     )
     queries = _normal(4, plan.num_rows, need.num_heads, 1, need.head_dim, dtype=need.dtype)
-    sinks = _normal(6, need.num_heads, dtype=need.dtype) if need.has_sinks else None
-    attend = kernel.attend  # type: ignore[attr-defined]
-    out: mx.array = attend(
-        queries, keys, values, plan, need.num_kv_heads, need.head_dim**-0.5, softcap=need.softcap, sinks=sinks
-    )
+    return queries, keys, values, _normal(6, need.num_heads, dtype=need.dtype)
+
+
+def _attend(
+    kernel: Any,
+    need: AttentionNeeds,
+    plan: DecodePlan,
+    queries: mx.array,
+    keys: KVPool,
+    values: KVPool,
+    sinks: mx.array,
+) -> mx.array:
+    """Through `PagedDecode` or its twin."""
+    scale, options = need.head_dim**-0.5, {"softcap": need.softcap, "sinks": sinks if need.has_sinks else None}
+    out: mx.array = kernel.attend(queries, keys, values, plan, need.num_kv_heads, scale, **options)
     return out
 
 
@@ -129,9 +144,3 @@ def _unseen_nan(pool: mx.array, is_seen: mx.array) -> mx.array:
 
 def _normal(seed: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def _differs(ours: mx.array, twin: mx.array) -> str | None:
-    error = float(mx.abs(ours.astype(mx.float32) - twin.astype(mx.float32)).max())
-    # Not "error > tolerance", which a NaN would pass.
-    return None if error <= _TOLERANCE[ours.dtype] else f"it differs from its twin by {error:.2g}"
