@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.metal import decode_twins
-from worker.metal.decode_plan import DecodePlan, plan_decode, plan_verify, seen_ranges
+from worker.metal.decode_plan import DecodePlan, may_share_loads, plan_decode, plan_verify, seen_ranges
 from worker.metal.factory import MetalKernel
 from worker.metal.kv_pools import KVPool
 from worker.metal.paged_decode import PagedDecode
@@ -19,8 +19,8 @@ from worker.metal.self_test_judge import differs, exact
 _NUM_BLOCKS = 64
 # One token, a partial block, exact blocks, several partitions.
 _CONTEXT_LENS = (1, 7, 32, 300)
-_VERIFY_ROWS = 3
-_MAX_SHARED_HEAD_DIM = 256
+# Where nobody said how many guesses there will be.
+_MAX_VERIFY_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,13 @@ class LatentNeeds:
         return f"{name}, {self.bits} bits in groups of {self.group_size}" if self.bits else name
 
 
+@dataclass(frozen=True, slots=True)
+class VerifyNeeds:
+    """Steps that verify guesses: up to `max_rows` rows of a sequence, of which one is no guess."""
+
+    max_rows: int
+
+
 def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     """Ragged rows in one launch, with all that the layer asks for; slots that no row sees hold NaN."""
     if not PagedDecode.supports(need.head_dim, need.value_dim):
@@ -47,29 +54,37 @@ def check_decode(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     ranges = seen_ranges(_CONTEXT_LENS, window=need.window, chunk=need.chunk)
     table, is_seen = _tables(ranges, need.block_size)
     plan = plan_decode(table, ranges, need.num_kv_heads)
-    arrays = _arrays(need, plan, is_seen)
-    ours = _attend(PagedDecode(metal_kernel), need, plan, *arrays)
+    queries, keys, values, sinks = _arrays(need, plan, is_seen)
+    ours = _attend(PagedDecode(metal_kernel), need, plan, queries, keys, values, sinks)
     with mx.stream(mx.cpu):
-        truth = _attend(decode_twins, need, plan, *map(exact, arrays))
+        truth = _attend(decode_twins, need, plan, exact(queries), exact(keys), exact(values), exact(sinks))
     return differs(ours, truth)
 
 
-def check_verify_window(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
-    """Rows that share loads give the bits of rows on their own."""
-    if not PagedDecode.supports(need.head_dim, need.value_dim) or need.head_dim > _MAX_SHARED_HEAD_DIM:
-        return None
-    lens = [length + row for length in _CONTEXT_LENS for row in range(_VERIFY_ROWS)]
+def check_verify_window(metal_kernel: MetalKernel, needs: Needs) -> str | None:
+    """Rows that share loads give the bits of rows on their own, for each number of rows that a sequence may have."""
+    most = next((need.max_rows for need in needs if isinstance(need, VerifyNeeds)), _MAX_VERIFY_ROWS)
+    for need in dict.fromkeys(need for need in needs if isinstance(need, AttentionNeeds)):
+        if not PagedDecode.supports(need.head_dim, need.value_dim) or not may_share_loads(need.head_dim):
+            continue
+        for num_rows in range(2, most + 1):
+            if not _share_alike(PagedDecode(metal_kernel), need, num_rows):
+                return f"{num_rows} rows that share loads differ from rows on their own for {need}"
+    return None
+
+
+def _share_alike(decode: PagedDecode, need: AttentionNeeds, num_rows: int) -> bool:
+    lens = [length + row for length in _CONTEXT_LENS for row in range(num_rows)]
     ranges = seen_ranges(lens, window=need.window, chunk=need.chunk)
-    united = np.stack([ranges[::_VERIFY_ROWS, 0], ranges[_VERIFY_ROWS - 1 :: _VERIFY_ROWS, 1]], axis=1)
+    united = np.stack([ranges[::num_rows, 0], ranges[num_rows - 1 :: num_rows, 1]], axis=1)
     table, is_seen = _tables(united, need.block_size)
-    decode = PagedDecode(metal_kernel)
     apart, together = (
-        plan_verify(table, ranges, need.num_kv_heads, rows_per_sequence=_VERIFY_ROWS, shares_loads=shares_loads)
+        plan_verify(table, ranges, need.num_kv_heads, rows_per_sequence=num_rows, shares_loads=shares_loads)
         for shares_loads in (False, True)
     )
     arrays = _arrays(need, together, is_seen)
     ours, expected = (_attend(decode, need, plan, *arrays) for plan in (together, apart))
-    return None if mx.array_equal(ours, expected).item() else "rows that share loads differ from rows on their own"
+    return mx.array_equal(ours, expected).item() is True
 
 
 def check_latent(metal_kernel: MetalKernel, needs: Needs) -> str | None:
