@@ -1,4 +1,4 @@
-"""The chain of the in-place family on a GPU that takes every liberty: who waits for no write reads what was before it."""
+"""The chain of the in-place family on a GPU that takes liberties: who waits for no write reads what was before it."""
 
 from typing import Any
 
