@@ -4,10 +4,11 @@ A variant is what MLX names a kernel by: its name, its template, and the types o
 elements, which lie in another address space.
 """
 
+import re
+
 import mlx.core as mx
 import pytest
 
-from tests.golden import scenario
 from tests.golden.cases import config_of, make_model
 from tests.golden.in_process import InProcessMac
 from tests.msl_host.host import MslHost
@@ -18,6 +19,7 @@ from worker.metal import dispatch, self_test_cases
 from worker.metal.decode_checks import VerifyNeeds
 
 _MAX_DRAFTS = 3
+_PROMPTS = [[5 + number, 6, 7] * (1 + number) for number in range(10)]
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +55,26 @@ def _tested(kind, *more):
     return kernels, host, tested
 
 
+def _crowd(kind, kernels, **options):
+    """Ten sequences at once, one of which is preempted and comes back; with guesses if there are answers to guess."""
+    case, changes, bits, _ = KINDS[kind]
+    config = config_of(case) | changes
+    mac = InProcessMac(make_model(case, config=config), config, kernels=kernels, kv_bits=bits, **options)
+    for number, prompt in enumerate(_PROMPTS):
+        mac.add(str(number), prompt, 8)
+    for _ in range(6):
+        mac.step()
+    mac.preempt("1")
+    mac.run()
+    return mac
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_launches_what_was_tested_alone(kind):
     kernels, host, tested = _tested(kind)
     answers(load(kind), kernels)
     assert host.variants
+    _crowd(kind, kernels)
     assert host.variants - tested == set()
 
 
@@ -65,23 +82,19 @@ def test_an_engine_launches_what_was_tested_alone(kind):
 def test_so_does_an_engine_whose_guesses_share_loads(monkeypatch, kind):
     monkeypatch.setenv("CIDERY_SPEC_VERIFY_WINDOW", "1")
     kernels, host, tested = _tested(kind, VerifyNeeds(1 + _MAX_DRAFTS))
-    case, changes, bits, _ = KINDS[kind]
-    config = config_of(case) | changes
-    prompts = scenario.prompts_of(300)[:3]
-    known = [prompt + scenario.reference(make_model(case, config=config), prompt).tokens for prompt in prompts]
-    mac = InProcessMac(
-        make_model(case, config=config),
-        config,
-        kernels=kernels,
-        max_drafts=_MAX_DRAFTS,
-        answers_to_guess=known,
-        kv_bits=bits,
-    )
-    for number, prompt in enumerate(prompts):
-        mac.add(str(number), prompt, scenario.NEW_TOKENS)
-    mac.run()
+    answered = _crowd(kind, kernels).answers.values()
+    known = [[*prompt, *answer.tokens] for prompt, answer in zip(_PROMPTS, answered, strict=True)]
+    mac = _crowd(kind, kernels, max_drafts=_MAX_DRAFTS, answers_to_guess=known)
     assert mac.num_accepted > 0
+    shared = {rows for rows in range(2, 9) if any(_rows_of(name) == rows for name in host.variants)}
+    assert shared == {2, 3, 4}
     assert host.variants - tested == set()
+
+
+def _rows_of(variant: str) -> int:
+    """Rows of a sequence that share loads, from the template of the merging kernel."""
+    found = re.fullmatch(r"custom_kernel_cidery_paged_decode_merge_f32__float_\d+_(\d+)_.*", variant)
+    return int(found[1]) if found else 0
 
 
 def test_a_variant_that_was_not_tested_would_be_seen():
