@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from worker import blas
+from worker import blas, switches
 from worker.config import DTYPES, WorkerConfig
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def _parse() -> WorkerConfig:
     parser.add_argument(
         "--exit-with-stdin", dest="exits_with_stdin", action="store_true", help="end when standard input does"
     )
-    return WorkerConfig(**vars(parser.parse_args()))
+    config = WorkerConfig(**vars(parser.parse_args()))
+    switches.check_all(parser)
+    return config
 
 
 def _serve(config: WorkerConfig) -> int:
@@ -129,6 +131,7 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     from worker.engine import Engine
     from worker.grammar import GrammarTable
     from worker.kernel_needs import needs_of
+    from worker.metal.decode_checks import VerifyNeeds
     from worker.metal.dispatch import choose_kernels, has_metal, twin_kernels
     from worker.speculation import Speculation
 
@@ -142,7 +145,10 @@ def _build_engine(config: WorkerConfig) -> "Engine":
     grammars = None
     if loaded.eos_token_ids:
         grammars = GrammarTable(models.download(config.model), loaded.vocab_size, loaded.eos_token_ids)
-    kernels = choose_kernels(needs_of(loaded, config.block_size) if has_metal() else ())
+    needs = needs_of(loaded, config.block_size) if has_metal() else []
+    if needs and config.num_speculative_tokens:
+        needs.append(VerifyNeeds(1 + config.num_speculative_tokens))
+    kernels = choose_kernels(needs)
     return Engine(
         loaded,
         kernels,

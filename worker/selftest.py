@@ -5,6 +5,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from worker import switches
+
 if TYPE_CHECKING:
     import mlx.core as mx
 
@@ -74,7 +76,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--bits", type=int, default=8, choices=(0, 4, 8), help="of quantised pools, 0 for plain ones  [8]"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    switches.check_all(parser)
+    return options
 
 
 if __name__ == "__main__":

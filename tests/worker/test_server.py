@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import struct
@@ -287,3 +288,24 @@ def test_prompt_alone_is_answered_without_a_cluster(model_dir, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=True)
     assert len(done.stdout.split()) <= 4
     assert "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["CIDERY_SPEC_VERIFY_WINDOW", "CIDERY_GDN_LAZY_KERNELS"])
+@pytest.mark.parametrize(
+    ("command", "prog"),
+    [
+        (["-m", "worker", "--model", "nowhere", "--prompt", "1"], "worker"),
+        (["-m", "worker.selftest"], "cidery worker selftest"),
+    ],
+)
+@pytest.mark.parametrize("value", ["yes", ""])
+def test_a_switch_that_is_neither_0_nor_1_ends_the_start_in_one_line(name, value, command, prog):
+    """With Metal or without; before the model is looked for."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{prog}: error: {name} is {value!r}; allowed are 0 and 1\n"

@@ -1,6 +1,5 @@
 """What a decode step attends to, and how it is cut into work for the GPU. Made once a step, shared by alike layers."""
 
-import os
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,7 +14,6 @@ _MAX_PARTITION_TOKENS = 1024
 _WANTED_SIMDGROUPS = 1024
 # Below this many elements an input sits in another address space, which would be one more kernel to compile.
 _MIN_INPUT_ELEMENTS = 8
-_SPEC_VERIFY_WINDOW = "CIDERY_SPEC_VERIFY_WINDOW"
 _MAX_WINDOW_HEAD_DIM = 256
 
 
@@ -133,14 +131,6 @@ def plan_verify(
         rows_per_sequence=rows_per_sequence,
         cut=cut,
     )
-
-
-def verify_window_is_on() -> bool:
-    """Whether `CIDERY_SPEC_VERIFY_WINDOW` is 1; default 0. Raises ValueError for another value."""
-    value = os.environ.get(_SPEC_VERIFY_WINDOW, "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{_SPEC_VERIFY_WINDOW} is {value!r}: 0 or 1 is allowed")
-    return value == "1"
 
 
 def may_share_loads(head_dim: int, *, is_latent: bool = False, has_recurrent_layers: bool = False) -> bool:

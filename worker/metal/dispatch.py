@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from worker import switches
 from worker.metal import prefill, self_test, state_kernels
 from worker.metal.decode_checks import LatentNeeds
-from worker.metal.decode_plan import verify_window_is_on
 from worker.metal.factory import MetalKernel
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.paged_decode import PagedDecode
@@ -114,7 +114,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     # Each reader must take the token of the writes: plain MLX attention doesn't.
     in_place = {"in_place", "put_blocks", *writes} <= set(works) and reads_seen
     states = state_kernels.state_kernels(metal_kernel, shapes) if updates_states else twin_state_kernels()
-    shares_verify_loads = decodes and "verify_window" in works and verify_window_is_on()
+    shares_verify_loads = decodes and "verify_window" in works and switches.is_on(switches.SPEC_VERIFY_WINDOW)
     ropes = "rope" in works and any(isinstance(need, RopeNeeds) for need in needs)
     used = {
         "paged_decode": decodes,
@@ -162,7 +162,7 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
             else:
                 reasons[name] = f"{beyond} is beyond what it supports"
         wanted += ["write_kv"] if not reasons else []
-        if "paged_decode" in wanted and verify_window_is_on():
+        if "paged_decode" in wanted and switches.is_on(switches.SPEC_VERIFY_WINDOW):
             wanted.append("verify_window")
     latents = [need for need in needs if isinstance(need, LatentNeeds)]
     for name, takes in _LATENT_KERNELS.items():
@@ -179,8 +179,8 @@ def _families(needs: Needs) -> tuple[list[Family], dict[str, str]]:
     if any(isinstance(need, RopeNeeds) for need in needs):
         wanted.append("rope")
     states = [need for need in needs if isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape))]
-    if states and not state_kernels.is_switched_on():
-        reasons["recurrent layers"] = f"{state_kernels.SWITCH}=0"
+    if states and not switches.is_on(switches.GDN_LAZY_KERNELS):
+        reasons["recurrent layers"] = f"{switches.GDN_LAZY_KERNELS}=0"
     else:
         wanted += [name for name, shape in state_kernels.SHAPES.items() if any(isinstance(n, shape) for n in states)]
     return [family for family in FAMILIES if family.name in wanted], reasons

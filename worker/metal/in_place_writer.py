@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.metal.factory import MetalKernel, dtype_tag
-from worker.metal.pool_writer import Key, Pool, PoolWriter, Slots
+from worker.metal.pool_writer import Key, Pool, PoolWriter, Slots, padded_ids
 from worker.metal.quantized import QuantizedPool, WriteQuantized
 from worker.metal.write_kv import VEC, PutBlocks, WriteKV, move_blocks, nothing_if
 
@@ -61,13 +61,13 @@ class InPlaceWriter(PoolWriter):
         self._has_updated(pools, self._write_quantized(rows, slots.array, pool, self._order(pools)))
 
     def _move(self, pools: Sequence[Pool], sources: Sequence[int], targets: Sequence[int]) -> None:
-        old, new = mx.array(list(sources), mx.int32), mx.array(list(targets), mx.int32)
+        old, new = mx.array(list(sources), mx.int32), mx.array(padded_ids(targets))
         for pool in pools:
             token = move_blocks(self._put_blocks, self._by_block(pool), old, new, self._order([pool]))
             self._has_updated([pool], token)
 
     def _put(self, pool: Pool, contents: mx.array, block_ids: Sequence[int]) -> None:
-        ids = mx.array(list(block_ids), mx.int32)
+        ids = mx.array(padded_ids(block_ids))
         token = self._put_blocks(contents, ids, self._by_block(pool), self._order([pool]))
         self._has_updated([pool], token)
 

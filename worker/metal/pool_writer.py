@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 Result = TypeVar("Result", mx.array, tuple[mx.array, ...])
 
-# Below this an input lies in Metal's constant address space, which can't be written.
+# Below this an input lies in Metal's constant address space, which can't be written, and makes another kernel.
 MIN_ELEMENTS = 8
 
 
@@ -87,8 +87,8 @@ class Slots:
 
     @cached_property
     def array(self) -> mx.array:
-        """For kernels."""
-        return mx.array(self.slots)
+        """For kernels: ends in rows that go nowhere, for at least 8 elements."""
+        return mx.array(padded_ids(self.slots))
 
     @cached_property
     def kept(self) -> mx.array | None:
@@ -107,13 +107,23 @@ class Slots:
         return self._index[key]
 
     def by_head(self, num_heads: int, block_size: int) -> mx.array:
-        """Of each row and head, its place among all slots of all heads; -1 for a row that goes nowhere."""
+        """Of each row and head, its place among all slots of all heads; -1 for a row that goes nowhere.
+
+        For kernels: padded as `array`.
+        """
         key = num_heads, block_size
         if key not in self._by_head:
             at, inside = self.slots[:, None] // block_size, self.slots[:, None] % block_size
             places = (at * num_heads + np.arange(num_heads)) * block_size + inside
-            self._by_head[key] = mx.array(np.where(self.slots[:, None] < 0, -1, places).astype(np.int32).reshape(-1))
+            self._by_head[key] = mx.array(padded_ids(np.where(self.slots[:, None] < 0, -1, places).reshape(-1)))
         return self._by_head[key]
+
+
+def padded_ids(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """Ids with -1 behind them, which kernels skip, up to 8: a kernel's input of fewer is a variant of its own."""
+    padded = np.full(max(len(ids), MIN_ELEMENTS), -1, np.int32)
+    padded[: len(ids)] = ids
+    return padded
 
 
 class PoolWriter(ABC):

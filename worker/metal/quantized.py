@@ -159,7 +159,7 @@ class WriteQuantized:
         self._by_dtype: dict[str, Any] = {}
 
     def __call__(self, rows: mx.array, slots: mx.array, pool: QuantizedPool, after: mx.array | None = None) -> mx.array:
-        """Quantise `rows [n, num_kv_heads, head_dim]` into `slots [n]` int32 of the pool; -1 skips a row. The token.
+        """Quantise `rows [n, num_kv_heads, head_dim]` into `slots [n or more]` int32; -1 skips a row. The token.
 
         The arrays of the pool are written in place, like those of `WriteKV`; `rows` may be strided. Raises ValueError.
         """

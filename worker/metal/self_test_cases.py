@@ -1,28 +1,33 @@
 """What the self-test checks: one line a family. Each check compares kernels with their twins for what a model needs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
 from worker.metal import prefill, rope, state_kernels, twins
 from worker.metal.decode_checks import LatentNeeds, check_decode, check_latent, check_verify_window
+from worker.metal.decode_plan import plan_decode, seen_ranges
 from worker.metal.factory import MetalKernel
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.kv_pools import KVPool
+from worker.metal.paged_decode import PagedDecode
 from worker.metal.paged_prefill import PagedPrefill
-from worker.metal.pool_writer import PoolWriter, Slots
+from worker.metal.pool_writer import PoolWriter, Slots, padded_ids
 from worker.metal.prefill_rows import PrefillOptions, PrefillRows
 from worker.metal.quantized import QuantizedPool, WriteQuantized, write_twin, zero_pool
 from worker.metal.scatter_writer import ScatterWriter
 from worker.metal.self_test import AttentionNeeds, Family, Needs, RopeNeeds
-from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks
+from worker.metal.self_test_judge import ULP, differs, exact
+from worker.metal.state_self_test import GatedDeltaShape, Mamba2Shape, ShortConvShape
+from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks, tie
 
 _NUM_BLOCKS = 64
 # Queries and context lengths: one token, one block, a tail behind a long context, more than a tile.
 _PREFILLS = ((1, 1), (16, 16), (5, 130), (41, 77))
-# Relative to outputs of order 1: half precision rounds the result once, reduction order is free.
-_TOLERANCE = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+# Of a row's largest element: angles far out are large, and float32 has 24 bits for them.
+_ROPE_SLACK = 2e-3
 _CHAIN_STEPS = 24
 _CHAIN_LAYERS = 3
 
@@ -53,12 +58,6 @@ def _pools(need: AttentionNeeds) -> list[mx.array]:
     return pools
 
 
-def _differs(ours: mx.array, twin: mx.array, dtype: mx.Dtype) -> str | None:
-    error = float(mx.abs(ours.astype(mx.float32) - twin.astype(mx.float32)).max())
-    # Not "error > tolerance", which a NaN would pass.
-    return None if error <= _TOLERANCE[dtype] else f"it differs from its twin by {error:.2g}"
-
-
 def check_write(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None:
     """Bit for bit what a scatter writes, and nothing else; a row with slot -1 goes nowhere."""
     slots = [5, 17, -1, 16 * need.block_size + 15, 0, 33, 64, 90, 2]
@@ -83,24 +82,47 @@ def _stored(need: AttentionNeeds | LatentNeeds) -> tuple[int, list[int]]:
 
 
 def check_put(metal_kernel: MetalKernel, needs: Needs) -> str | None:
-    """Moves that chain and swap, and rows by slot, bit for bit."""
-    kernel = PutBlocks(metal_kernel)
-    sources, targets = mx.array([1, 2, 3, 9, 9], mx.int32), mx.array([2, 3, 1, 7, 63], mx.int32)
-    for need in dict.fromkeys(need for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))):
-        heads, (width, *_) = _stored(need)
-        shape = (_NUM_BLOCKS, heads, need.block_size, width)
-        pool, expected = (_normal(1, *shape, dtype=need.dtype) for _ in range(2))
-        mx.eval(pool)
-        mx.eval(move_blocks(kernel, pool, sources, targets))
-        expected[targets] = expected[sources]
-        rows, slots = _normal(3, len(sources), width, dtype=need.dtype), mx.array([5, 17, -1, 0, 33], mx.int32)
-        mx.eval(kernel(rows, slots, pool.reshape(-1, width)))
-        by_slot = expected.reshape(-1, width)
-        kept = mx.array([0, 1, 3, 4])
-        by_slot[slots[kept]] = rows[kept]
-        if not mx.array_equal(pool.reshape(-1, width), by_slot).item():
-            return f"it differs from its twin for {need}"
+    """Moves that chain and swap, and rows by slot, bit for bit, in pools of each kind that a model has."""
+    for number, (shape, dtype) in enumerate(_pool_kinds(needs)):
+        if not _puts(PutBlocks(metal_kernel), shape, dtype, seed=3 * number):
+            return f"it differs from its twin for blocks {shape} {dtype}".replace("mlx.core.", "")
     return None
+
+
+def _pool_kinds(needs: Needs) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+    """Block and type of each kind of pool."""
+    kinds: dict[tuple[tuple[int, ...], mx.Dtype], None] = {}
+    for need in needs:
+        if isinstance(need, (AttentionNeeds, LatentNeeds)):
+            heads, widths = _stored(need)
+            for width in widths:
+                of_dtype = width // need.group_size if need.bits else width
+                kinds[(heads, need.block_size, of_dtype), need.dtype] = None
+                if need.bits:
+                    kinds[(heads, need.block_size, width * need.bits // 32), mx.uint32] = None
+        elif isinstance(need, (GatedDeltaShape, Mamba2Shape, ShortConvShape)):
+            kinds[need.pool] = None
+    return list(kinds)
+
+
+def _puts(kernel: PutBlocks, shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> bool:
+    pool, expected = (_content(seed, _NUM_BLOCKS, *shape, dtype=dtype) for _ in range(2))
+    mx.eval(pool)
+    sources, targets = [1, 2, 3, 9, 9], [2, 3, 1, 7, 63]
+    mx.eval(move_blocks(kernel, pool, mx.array(sources, mx.int32), mx.array(padded_ids(targets))))
+    expected[mx.array(targets)] = expected[mx.array(sources)]
+    width = shape[-1]
+    rows, slots = _content(seed + 1, 5, width, dtype=dtype), [5, 17, -1, 0, 33]
+    mx.eval(kernel(rows, mx.array(padded_ids(slots)), pool.reshape(-1, width)))
+    by_slot, kept = expected.reshape(-1, width), mx.array([0, 1, 3, 4])
+    by_slot[mx.array(slots)[kept]] = rows[kept]
+    return mx.array_equal(pool.reshape(-1, width), by_slot).item() is True
+
+
+def _content(seed: int, *shape: int, dtype: mx.Dtype) -> mx.array:
+    if dtype != mx.uint32:
+        return _normal(seed, *shape, dtype=dtype)
+    return mx.random.randint(0, 1 << 30, shape, dtype, key=mx.random.key(seed))
 
 
 def _prefill_rows(need: AttentionNeeds | LatentNeeds) -> PrefillRows:
@@ -142,7 +164,11 @@ def check_prefill(metal_kernel: MetalKernel, need: AttentionNeeds) -> str | None
     pools = [_pool(plain, rows, need) for plain in _pools(need)]
     queries = _normal(4, rows.num_rows, need.num_heads, need.head_dim, dtype=need.dtype)
     ours = PagedPrefill(metal_kernel)(queries, pools[0], pools[1], rows, options)
-    return _differs(ours, prefill.twin(queries, pools[0], pools[1], rows, options), need.dtype)
+    with mx.stream(mx.cpu):
+        keys, values = map(exact, pools)
+        exact_options = replace(options, sinks=None if options.sinks is None else exact(options.sinks))
+        truth = prefill.twin(exact(queries), keys, values, rows, exact_options)
+    return differs(ours, truth)
 
 
 def check_latent_prefill(metal_kernel: MetalKernel, needs: Needs) -> str | None:
@@ -151,8 +177,11 @@ def check_latent_prefill(metal_kernel: MetalKernel, needs: Needs) -> str | None:
         rows, width = _prefill_rows(need), need.latent_dim + need.rope_dim
         pool = _pool(_normal(1, _NUM_BLOCKS, 1, need.block_size, width, dtype=need.dtype), rows, need)
         queries = _normal(4, rows.num_rows, need.num_heads, width, dtype=need.dtype)
-        arguments = queries, pool, need.latent_dim, rows, PrefillOptions(width**-0.5)
-        failure = _differs(PagedPrefill(metal_kernel).latent(*arguments), prefill.latent_twin(*arguments), need.dtype)
+        rest = need.latent_dim, rows, PrefillOptions(width**-0.5)
+        ours = PagedPrefill(metal_kernel).latent(queries, pool, *rest)
+        with mx.stream(mx.cpu):
+            truth = prefill.latent_twin(exact(queries), exact(pool), *rest)
+        failure = differs(ours, truth)
         if failure is not None:
             return f"{failure} for {need}"
     return None
@@ -169,39 +198,43 @@ def check_quantized(metal_kernel: MetalKernel, needs: Needs) -> str | None:
 
 
 def _check_quantized(metal_kernel: MetalKernel, need: AttentionNeeds | LatentNeeds, width: int) -> str | None:
-    slots, heads = mx.array([5, 17, -1, 0, 33], mx.int32), _stored(need)[0]
+    slots, heads = [5, 17, -1, 0, 33], _stored(need)[0]
     rows = _normal(3, 5, heads, width, dtype=need.dtype)
     shape = (4, heads, need.block_size, width)
     ours, twin = (zero_pool(shape, need.dtype, need.bits, need.group_size) for _ in range(2))
     mx.eval(ours.packed, ours.scales, ours.biases)
-    mx.eval(WriteQuantized(metal_kernel)(rows, slots, ours))
-    write_twin(rows, slots, twin)
+    mx.eval(WriteQuantized(metal_kernel)(rows, mx.array(padded_ids(slots)), ours))
+    write_twin(rows, mx.array(slots), twin)
     for got, want in ((ours.scales, twin.scales), (ours.biases, twin.biases)):
         if not (mx.abs(got - want).max() <= 0.01 * mx.abs(want).max()).item():
             return "its scales or biases differ from those of MLX"
-    index = mx.arange(4)
-    step = mx.abs(twin.scales).max().astype(mx.float32)
-    error = mx.abs(ours.dequantize(index).astype(mx.float32) - twin.dequantize(index).astype(mx.float32)).max()
-    allowed = 1.01 * step + _TOLERANCE[need.dtype]
+    stored, wanted = (exact(pool).dequantize(mx.arange(4)) for pool in (ours, twin))
+    error = mx.abs(stored - wanted).max()
+    allowed = 1.01 * mx.abs(exact(twin.scales)).max() + ULP[need.dtype] * mx.abs(wanted).max()
     return None if (error <= allowed).item() else f"it differs from its twin by {error.item():.2g}"
 
 
 def check_rope(metal_kernel: MetalKernel, needs: Needs) -> str | None:
-    """At the beginning and far out; rows at one position."""
-    positions = mx.array([0, 1, 77, 77, 1000], mx.int32)
+    """At the beginning and far out, rows at one position; positions of fewer than 8 rows are a variant of their own."""
     for need in dict.fromkeys(need for need in needs if isinstance(need, RopeNeeds)):
-        queries = _normal(4, 5, need.num_heads, need.head_dim, dtype=need.dtype)
-        keys = _normal(5, 5, need.num_kv_heads, need.head_dim, dtype=need.dtype)
-        freqs = mx.exp(mx.arange(need.dims // 2) * 0.2) if need.has_freqs else None
-        base = None if need.has_freqs else 10000.0
-        options = rope.RopeOptions(need.dims, traditional=need.is_traditional, base=base, freqs=freqs)
-        ours = rope.Rope(metal_kernel)(queries, keys, positions, options)
-        for got, want in zip(ours, rope.twin(queries, keys, positions, options), strict=True):
-            error = float(mx.abs(got.astype(mx.float32) - want.astype(mx.float32)).max())
-            # MLX's own sine is the fast one.
-            if not error <= max(_TOLERANCE[need.dtype], 2e-3):
-                return f"it differs from its twin by {error:.2g} for {need}"
+        for rows in ([0, 1, 77, 77, 1000], [0, 1, 77, 77, 1000, 5, 6, 7]):
+            failure = _check_rope(metal_kernel, need, mx.array(rows, mx.int32))
+            if failure is not None:
+                return f"{failure} for {need}"
     return None
+
+
+def _check_rope(metal_kernel: MetalKernel, need: RopeNeeds, positions: mx.array) -> str | None:
+    queries = _normal(4, positions.size, need.num_heads, need.head_dim, dtype=need.dtype)
+    keys = _normal(5, positions.size, need.num_kv_heads, need.head_dim, dtype=need.dtype)
+    freqs = mx.exp(mx.arange(need.dims // 2) * 0.2) if need.has_freqs else None
+    base = None if need.has_freqs else 10000.0
+    options = rope.RopeOptions(need.dims, traditional=need.is_traditional, base=base, freqs=freqs)
+    ours = rope.Rope(metal_kernel)(queries, keys, positions, options)
+    with mx.stream(mx.cpu):
+        truth = rope.twin(exact(queries), exact(keys), positions, options)
+    failures = (differs(got, want, slack=_ROPE_SLACK) for got, want in zip(ours, truth, strict=True))
+    return next((failure for failure in failures if failure is not None), None)
 
 
 def check_in_place(metal_kernel: MetalKernel, needs: Needs) -> str | None:
@@ -209,59 +242,101 @@ def check_in_place(metal_kernel: MetalKernel, needs: Needs) -> str | None:
 
     Each step reuses at once the blocks that the step before has read, so a missing order shows.
     """
-    kernel = PagedPrefill(metal_kernel)
     for need in dict.fromkeys(need for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))):
-        ours = _chain(InPlaceWriter(metal_kernel), kernel, need)
-        expected = _chain(ScatterWriter(), kernel, need)
+        ours, expected = (
+            _chain(writer, metal_kernel, need) for writer in (InPlaceWriter(metal_kernel), ScatterWriter())
+        )
         for step, (got, want) in enumerate(zip(ours, expected, strict=True)):
             if not mx.array_equal(got, want).item():
                 return f"step {step} of a chain differs from the same chain by scatter for {need}"
     return None
 
 
-def _chain(writer: PoolWriter, kernel: PagedPrefill, need: AttentionNeeds | LatentNeeds) -> list[mx.array]:
-    """What each step's reads gave."""
+def _chain(writer: PoolWriter, metal_kernel: MetalKernel, need: AttentionNeeds | LatentNeeds) -> list[mx.array]:
+    """What each step's reads gave, and what a pool holds that was written in each step and read after the last."""
     size, (heads, widths) = need.block_size, _stored(need)
     layers = [
         [writer.create(f"{layer}.{side}", 8, (heads, size, width), need.dtype) for side, width in enumerate(widths)]
         for layer in range(_CHAIN_LAYERS)
     ]
+    late = writer.create("late", 8, (heads, size, widths[0]), need.dtype)
     hidden = _normal(7, 2 * size, need.num_heads, widths[0], dtype=need.dtype)
+    # Kernels take the token, plain MLX ties its index to it.
+    ways = (_by_prefill(PagedPrefill(metal_kernel)), _by_decode(PagedDecode(metal_kernel)), _by_prefill(None))
     results = []
     for step in range(_CHAIN_STEPS):
         # The last two blocks are written: the oldest ones of the step before.
         table = [(step * 2 + block) % 8 for block in range(6)]
         slots = Slots([block * size + offset for block in table[4:] for offset in range(size)])
-        rows = PrefillRows([0, 2 * size], [6 * size], [table])
         for layer, pools in enumerate(layers):
             if step % 3 == 2:
                 writer.move(pools, table[:2], [table[1], table[0]])
             noise = _normal(100 + step * _CHAIN_LAYERS + layer, *hidden.shape, dtype=need.dtype)
             new = (hidden * 0.5 + noise)[:, :heads]
             writer.write(pools, [new, *(-_as_wide(new, width) for width in widths[1:])], slots)
-            # A kernel takes the token, plain MLX ties its index to it.
-            reader = _reader(None if layer % 2 else kernel, hidden, rows, need)
-            hidden = _as_wide(writer.read(pools, reader), widths[0])
+            attend = ways[layer % len(ways)]
+
+            def read(*arrays: mx.array, after: mx.array | None, attend: _Attend = attend) -> mx.array:
+                return attend(hidden, arrays, table, need, after)  # noqa: B023 - called before the next turn
+
+            hidden = _as_wide(writer.read(pools, read), widths[0])
+        writer.write([late], [hidden[:, :heads]], slots)
         writer.commit(hidden)
         results.append(hidden)
+    results.append(writer.read([late], _copy))
     mx.eval(results)
     return results
 
 
-def _reader(
-    kernel: PagedPrefill | None, queries: mx.array, rows: PrefillRows, need: AttentionNeeds | LatentNeeds
-) -> Callable[..., mx.array]:
-    """Attention as `PoolWriter.read` calls it, by the kernel or else by its twin."""
-    options = PrefillOptions(queries.shape[-1] ** -0.5)
+def _copy(pool: mx.array, after: mx.array | None) -> mx.array:
+    index = mx.arange(pool.shape[0])
+    return pool[index if after is None else tie(index, after)]
 
-    def read(*pools: mx.array, after: mx.array | None) -> mx.array:
+
+# Queries, pools, block table of the one sequence whose last tokens they are, the layer, the token to come after.
+_Attend = Callable[[mx.array, tuple[mx.array, ...], list[int], AttentionNeeds | LatentNeeds, mx.array | None], mx.array]
+
+
+def _by_prefill(kernel: PagedPrefill | None) -> _Attend:
+    """By the kernel or else by its twin."""
+
+    def attend(
+        queries: mx.array,
+        pools: tuple[mx.array, ...],
+        table: list[int],
+        need: AttentionNeeds | LatentNeeds,
+        after: mx.array | None,
+    ) -> mx.array:
+        rows = PrefillRows([0, len(queries)], [len(table) * need.block_size], [table])
+        options = PrefillOptions(queries.shape[-1] ** -0.5)
         if isinstance(need, LatentNeeds):
             attend_latent = kernel.latent if kernel else prefill.latent_twin
             return attend_latent(queries, pools[0], need.latent_dim, rows, options, after)
-        attend = kernel or prefill.twin
-        return attend(queries, pools[0], pools[1], rows, options, after)
+        return (kernel or prefill.twin)(queries, pools[0], pools[1], rows, options, after)
 
-    return read
+    return attend
+
+
+def _by_decode(kernel: PagedDecode) -> _Attend:
+    """Each query as a row with a block table of its own."""
+
+    def attend(
+        queries: mx.array,
+        pools: tuple[mx.array, ...],
+        table: list[int],
+        need: AttentionNeeds | LatentNeeds,
+        after: mx.array | None,
+    ) -> mx.array:
+        num_rows, scale = len(queries), queries.shape[-1] ** -0.5
+        last, num_kv_heads = len(table) * need.block_size, _stored(need)[0]
+        ranges = seen_ranges(np.arange(last - num_rows, last) + 1)
+        plan = plan_decode(np.array([table] * num_rows, np.int32), ranges, num_kv_heads)
+        by_row = queries[:, :, None]
+        if isinstance(need, LatentNeeds):
+            return kernel.attend_latent(by_row, pools[0], need.latent_dim, plan, scale, after=after)[:, :, 0]
+        return kernel.attend(by_row, pools[0], pools[1], plan, num_kv_heads, scale, after=after)[:, :, 0]
+
+    return attend
 
 
 def _as_wide(rows: mx.array, width: int) -> mx.array:
@@ -277,7 +352,7 @@ IN_PLACE = Family("in_place", check_in_place)
 FAMILIES = (
     WRITE_KV,
     PAGED_DECODE,
-    Family("verify_window", _attention(check_verify_window)),
+    Family("verify_window", check_verify_window),
     Family("latent_decode", check_latent),
     Family("put_blocks", check_put),
     Family("write_quantized", check_quantized),

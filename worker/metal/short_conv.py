@@ -134,20 +134,19 @@ class ShortConv:
         if not self.supports(kernel_width):
             raise ValueError(f"short_conv runs kernel widths from 2 to {MAX_KERNEL_WIDTH}, not {kernel_width}")
         tile_rows = 1 if rows.is_decode else _TILE_ROWS
-        tiles = rows.tile_array(tile_rows)
         y, token = self._kernel(f"{dtype_tag(inputs.dtype)}_{dtype_tag(pool.dtype)}")(
             inputs=[
                 inputs,
                 weights,
                 self._no_bias if bias is None else bias,
                 rows.sequence_array,
-                tiles,
+                rows.tile_array(tile_rows),
                 pool,
                 token_or_none(after),
             ],
             output_shapes=[inputs.shape, (1,)],
             output_dtypes=[inputs.dtype, mx.int32],
-            grid=(channels, tiles.shape[0], 1),
+            grid=(channels, rows.num_tiles(tile_rows), 1),
             threadgroup=(min(channels, _MAX_THREADS), 1, 1),
             template=[
                 ("T", inputs.dtype),

@@ -1,7 +1,6 @@
 """What layers with recurrent states run on: kernels that agree with their twins on this GPU, else the twins."""
 
 import logging
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +12,6 @@ from worker.metal.short_conv import ShortConv
 from worker.metal.state_self_test import GatedDeltaShape, Launch, Mamba2Shape, ShortConvShape
 
 logger = logging.getLogger(__name__)
-
-SWITCH = "CIDERY_GDN_LAZY_KERNELS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +35,6 @@ class StateKernels:
 def twin_state_kernels() -> StateKernels:
     """Everything in plain MLX."""
     return StateKernels(frozenset(), state_twins.gated_delta, state_twins.mamba2, state_twins.short_conv)
-
-
-def is_switched_on() -> bool:
-    """Whether `CIDERY_GDN_LAZY_KERNELS` allows the kernels. Raises ValueError if it is neither 0 nor 1."""
-    switch = os.environ.get(SWITCH, "1")
-    if switch not in ("0", "1"):
-        raise ValueError(f"{SWITCH} is {switch!r}; allowed are 0 and 1")
-    return switch == "1"
 
 
 def state_kernels(metal_kernel: MetalKernel, works: Collection[str]) -> StateKernels:

@@ -7,6 +7,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+# Below this an input lies in Metal's constant address space.
+_MIN_ELEMENTS = 8
+
 
 @dataclass(frozen=True)
 class StateRows:
@@ -59,17 +62,24 @@ class StateRows:
 
     @cached_property
     def sequence_array(self) -> mx.array:
-        """For kernels, `[num_sequences, 4]` int32: first row, number of rows, slot, 1 if fresh."""
+        """For kernels, `[num_sequences, 4]` int32: first row, number of rows, slot, 1 if fresh.
+
+        Padded to 8 elements with what no kernel is launched for.
+        """
         columns = [self.offsets[:-1], self.lengths, self.slots, self.is_fresh]
-        return mx.array(np.stack(columns, axis=1).astype(np.int32))
+        return _padded(np.stack(columns, axis=1))
+
+    def num_tiles(self, tile_rows: int) -> int:
+        """Tiles that cover all rows, each of one sequence."""
+        return int((-(-self.lengths // tile_rows)).sum())
 
     def tile_array(self, tile_rows: int) -> mx.array:
-        """For kernels, `[num_tiles, 2]` int32: sequence, and first row within it, of tiles that cover all rows."""
+        """For kernels, `[num_tiles, 2]` int32: sequence, and first row within it; padded to 8 elements."""
         if tile_rows not in self._tiles:
             counts = -(-self.lengths // tile_rows)
             sequences = np.repeat(np.arange(self.num_sequences), counts)
             firsts = np.concatenate([np.arange(count) * tile_rows for count in counts])
-            self._tiles[tile_rows] = mx.array(np.stack([sequences, firsts], axis=1).astype(np.int32))
+            self._tiles[tile_rows] = _padded(np.stack([sequences, firsts], axis=1))
         return self._tiles[tile_rows]
 
     def check(self, num_rows: int, pool: mx.array, state_shape: tuple[int, ...]) -> None:
@@ -81,6 +91,12 @@ class StateRows:
             raise ValueError(f"the pool has states of shape {tuple(shape)}; the inputs are for {state_shape}")
         if self.max_slot >= num_slots:
             raise ValueError(f"slot {self.max_slot} is outside of a pool of {num_slots} states")
+
+
+def _padded(records: NDArray[np.int_]) -> mx.array:
+    """With zeros behind them: a kernel's input below 8 elements is a variant of its own."""
+    missing = -(-_MIN_ELEMENTS // records.shape[1]) - len(records)
+    return mx.array(np.pad(records.astype(np.int32), ((0, max(missing, 0)), (0, 0))))
 
 
 def token_or_none(after: mx.array | None) -> mx.array:

@@ -82,6 +82,7 @@ class WriteKV:
     ) -> mx.array:
         """Write `keys [rows, num_kv_heads, head_dim]` and `values` at `slots [rows]` int32; -1 skips a row.
 
+        Further slots are not looked at: with 8 at least, all numbers of rows are one kernel to compile.
         Pools are `[num_blocks, num_kv_heads, block_size, head_dim]`, or the same with the first two axes as one; they
         are evaluated, contiguous arrays of at least 8 elements. Rows may be strided. No two rows name the same slot.
         `after` is a token, or any array to wait for. Returns the token. Raises ValueError.
@@ -137,7 +138,8 @@ class PutBlocks:
     ) -> mx.array:
         """Write `contents [rows, ...]` to the blocks `block_ids [rows]` int32 of `pool [num_blocks, ...]`; -1 skips.
 
-        A block has any size. `contents` may be a broadcast scalar: that fills blocks. No two rows name the same block.
+        Further ids are not looked at, as of `WriteKV`. A block has any size. `contents` may be a broadcast scalar: that
+        fills blocks. No two rows name the same block.
         `after` is a token, or any array to wait for. Returns the token. Raises ValueError.
         """
         rows = contents.shape[0]
@@ -171,7 +173,7 @@ class PutBlocks:
 def move_blocks(
     put: PutBlocks, pool: mx.array, sources: mx.array, targets: mx.array, after: mx.array | None = None
 ) -> mx.array:
-    """Copy blocks `sources [n]` of a pool to `targets [n]`, both int32, behind the token `after`; the token.
+    """Copy blocks `sources [n]` of a pool to `targets [n or more]`, both int32, behind the token `after`; the token.
 
     All sources are read before any target is written, so the copies of one call may chain or swap.
     """

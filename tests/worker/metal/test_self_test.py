@@ -9,12 +9,13 @@ import pytest
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from worker.metal import self_test, self_test_cases
-from worker.metal.decode_checks import LatentNeeds
+from worker.metal.decode_checks import LatentNeeds, VerifyNeeds
 from worker.metal.dispatch import assemble
 from worker.metal.in_place_writer import InPlaceWriter
 from worker.metal.scatter_writer import ScatterWriter
 from worker.metal.self_test import AttentionNeeds, Family, ResultMemory, RopeNeeds, run
 from worker.metal.self_test_cases import FAMILIES
+from worker.metal.state_self_test import ShortConvShape
 
 _NEEDS = [
     AttentionNeeds(4, 2, 64, mx.float16, window=40, has_sinks=True, bits=8),
@@ -100,6 +101,30 @@ def test_a_broken_kernel_is_named_and_the_others_still_run(caplog, family, kerne
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         f"metal kernel {family} is off, plain MLX runs in its place: {report.failures[family]}"
     ]
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 4, 5])
+def test_each_number_of_rows_that_share_loads_is_tested(num_rows):
+    """As many as the worker may guess, and one more; up to four where nobody said."""
+    family = [family for family in FAMILIES if family.name == "verify_window"]
+    broken = Broken("cidery_paged_decode", "* scale[0];", f"* scale[0] * (R == {num_rows} ? 1.01f : 1.0f);")
+    need = AttentionNeeds(4, 2, 64, mx.float16)
+    found = run(family, [need, VerifyNeeds(num_rows)], broken).failures
+    assert found["verify_window"].startswith(f"{num_rows} rows that share loads differ")
+    assert run(family, [need, VerifyNeeds(num_rows - 1)], broken).failures == {}
+    assert bool(run(family, [need], broken).failures) == (num_rows <= 4)
+
+
+@pytest.mark.parametrize("dtype", ["u32", "f16", "bf16"])
+def test_moves_are_tested_in_each_kind_of_pool(dtype):
+    """Packed words, their scales, and states."""
+    family = [family for family in FAMILIES if family.name == "put_blocks"]
+    states = ShortConvShape(32, 4, mx.bfloat16, mx.bfloat16, has_bias=False, has_silu=True)
+    needs = [AttentionNeeds(4, 2, 64, mx.float16, bits=8), states]
+    broken = Broken(f"cidery_put_blocks_{dtype}", "block >= 0", "block > 2")
+    assert run(family, needs, MslHost()).failures == {}
+    assert set(run(family, needs, broken).failures) == {"put_blocks"}
+    assert broken.has_edited
 
 
 def _memory(tmp_path, needs=_NEEDS, machine=_MACHINE):

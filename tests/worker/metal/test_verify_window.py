@@ -8,8 +8,9 @@ from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from tests.worker.metal.decode_cases import VERIFY_CASES
 from tests.worker.metal.decode_data import TOLERANCE, attend, bits_of, error_of, make
+from worker import switches
 from worker.metal import decode_twins
-from worker.metal.decode_plan import may_share_loads, plan_verify, seen_ranges, verify_window_is_on
+from worker.metal.decode_plan import may_share_loads, plan_verify, seen_ranges
 from worker.metal.dispatch import assemble
 from worker.metal.paged_decode import PagedDecode
 from worker.metal.self_test import AttentionNeeds
@@ -77,7 +78,7 @@ def test_the_switch(monkeypatch, value, expected):
     monkeypatch.delenv("CIDERY_SPEC_VERIFY_WINDOW", raising=False)
     if value is not None:
         monkeypatch.setenv("CIDERY_SPEC_VERIFY_WINDOW", value)
-    assert verify_window_is_on() is expected
+    assert switches.is_on(switches.SPEC_VERIFY_WINDOW) is expected
     assert assemble(MslHost(), _NEEDS, _ALL).shares_verify_loads is expected
 
 
