@@ -150,9 +150,9 @@ def test_queries_may_be_strided():
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "is_latent"), [(64, 0, False), (256, 0, False), (576, 512, True)])
 def test_blocks_of_a_pool_beyond_32_bits(head_dim, value_dim, is_latent):
-    """More than 2^32 elements in each pool, blocks beyond element 2^31. No other block is there to be read."""
+    """More than 2^33 elements in each pool, blocks beyond element 2^32. No other block is there to be read."""
     data = make(Case(_F16, head_dim, 16, 1, 4, ((9, 30),), value_dim=value_dim, is_latent=is_latent))
-    first = (1 << 31) // (16 * head_dim) + 1
+    first = (1 << 32) // (16 * head_dim) + 1
     far = PrefillRows([0, 9], [30], [[first, first + 1]])
     pools = []
     for pool in (data.keys, data.values):
