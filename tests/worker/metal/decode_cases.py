@@ -15,6 +15,9 @@ CASES = [
     Case("sinks of few heads", (20,), 1, 3, 64, has_sinks=True, dtype=F32),
     Case("window below a block", (150, 3, 64), 2, 5, 80, window=5, block_size=32, dtype=F32),
     Case("lanes without elements", (21,), 1, 7, 80, dtype=BF16),
+    Case("80 f16", (21, 3), 1, 2, 80, dtype=F16),
+    Case("96 f32", (18,), 1, 2, 96, dtype=F32),
+    Case("112 f16", (19,), 1, 2, 112, has_sinks=True, dtype=F16),
     Case("odd ratio", (90, 17), 3, 3, 96, window=1000, dtype=F16),
     Case("chunk", (100, 64, 65, 1), 1, 4, 96, chunk=64, block_size=32, dtype=BF16),
     Case("soft cap", (40, 41), 1, 6, 112, softcap=1.5, dtype=F32),
@@ -26,6 +29,8 @@ CASES = [
     Case("192", (77, 30), 1, 4, 192, block_size=32, dtype=F16),
     Case("keys and values unlike", (45,), 2, 2, 192, 128, dtype=BF16),
     Case("256", (66,), 2, 2, 256, window=40, dtype=BF16),
+    Case("256 f32", (17,), 1, 2, 256, dtype=F32),
+    Case("512 bf16", (9,), 1, 1, 512, dtype=BF16),
     Case("512", (35, 7), 1, 2, 512, block_size=32, dtype=F16),
     Case("staged 64", (97, 5), 1, 16, 64, has_sinks=True, dtype=F16),
     Case("staged 128, odd", (140, 1), 1, 17, 128, window=37, block_size=32, dtype=BF16),
@@ -45,6 +50,8 @@ CASES = [
     Case("latent, many heads", (18,), 1, 20, 576, 512, is_latent=True, dtype=BF16),
     Case("latent, 8 bits", (20, 7), 1, 16, 576, 512, is_latent=True, bits=8, group=64, dtype=F32),
     Case("latent, 4 bits", (50,), 1, 5, 96, 64, is_latent=True, bits=4, group=32, block_size=32, dtype=F16),
+    Case("latent, 8 bits, bfloat16", (20, 7), 1, 16, 576, 512, is_latent=True, bits=8, group=64, dtype=BF16),
+    Case("latent, 4 bits, bfloat16", (33,), 1, 5, 96, 64, is_latent=True, bits=4, group=32, dtype=BF16),
     Case("small latent", (70,), 1, 10, 288, 256, is_latent=True, dtype=F16),
 ]
 

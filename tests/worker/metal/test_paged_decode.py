@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
+from tests.worker.metal import decode_data
 from tests.worker.metal.decode_cases import CASES
 from tests.worker.metal.decode_data import TOLERANCE, Case, attend, bits_of, error_of, make, reference
 from worker.metal import decode_twins
@@ -33,7 +34,7 @@ def _compiled():
 def test_each_row_attends_to_exactly_what_it_sees(case):
     data = make(case)
     host = MslHost(seeds=_SEEDS)
-    assert error_of(attend(PagedDecode(host), data), data) < TOLERANCE[case.dtype]
+    assert error_of(attend(PagedDecode(host), data), data, rounds_elements=True) < TOLERANCE[case.dtype]
     assert max(record.threadgroup_memory for record in host.records) <= 16 * 1024
     assert max(np.prod(record.threadgroup) for record in host.records) <= 256
 
@@ -42,6 +43,14 @@ def test_each_row_attends_to_exactly_what_it_sees(case):
 def test_twin_attends_to_exactly_what_a_row_sees(case):
     data = make(case)
     assert error_of(attend(decode_twins, data), data) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.bits], ids=str)
+def test_rounded_elements_cost_no_more_than_the_type_where_scores_are_those_of_models(monkeypatch, case):
+    """Whose scores have a deviation of 1. Those of `SCALE` have 7 over latents of 576, and weights follow them."""
+    monkeypatch.setattr(decode_data, "SCALE", case.head_dim**-0.5)
+    data = make(case)
+    assert error_of(attend(PagedDecode(MslHost()), data), data) < TOLERANCE[case.dtype]
 
 
 @settings(max_examples=15, deadline=None)

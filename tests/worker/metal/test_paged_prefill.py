@@ -28,6 +28,12 @@ _TOLERANCE = {_F32: 3e-6, _F16: 3e-3, _BF16: 2e-2}
 _CASES = [
     Case(_F16, 64, 16, 2, 3, ((5, 37), (1, 1), (16, 16), (20, 50))),
     Case(_F32, 64, 32, 1, 8, ((3, 3), (9, 70))),
+    Case(_BF16, 64, 16, 1, 4, ((3, 21), (1, 9))),
+    Case(_F16, 80, 16, 1, 2, ((17, 33),)),
+    Case(_F32, 80, 16, 1, 3, ((5, 20),), {"window": 9}),
+    Case(_F16, 96, 16, 2, 1, ((9, 17),), {"chunk": 8}),
+    Case(_F32, 112, 16, 1, 2, ((6, 20),)),
+    Case(_BF16, 112, 16, 1, 2, ((6, 35),), has_sinks=True),
     Case(_BF16, 80, 16, 2, 1, ((33, 40), (2, 18)), {"window": 7}),
     Case(_F32, 96, 16, 1, 4, ((10, 45), (4, 90)), {"window": 20}, has_sinks=True),
     Case(_BF16, 96, 32, 3, 2, ((1, 33), (7, 7)), {"softcap": 2.0}),
@@ -36,6 +42,8 @@ _CASES = [
     Case(_BF16, 128, 16, 2, 4, ((9, 41), (1, 17)), {"softcap": 1.5, "window": 33}, has_sinks=True),
     Case(_F32, 128, 16, 2, 2, ((17, 29),), {"chunk": 8}, has_sinks=True),
     Case(_F16, 192, 16, 1, 2, ((18, 35), (2, 2))),
+    Case(_F32, 192, 16, 1, 1, ((9, 20),)),
+    Case(_F16, 512, 16, 1, 2, ((3, 18),)),
     Case(_BF16, 256, 32, 1, 4, ((5, 40), (9, 33)), {"window": 16}, has_sinks=True),
     Case(_F32, 256, 16, 1, 1, ((3, 20),), {"softcap": 3.0}),
     Case(_BF16, 512, 16, 1, 2, ((9, 20), (1, 17))),
@@ -52,8 +60,15 @@ _CASES = [
     Case(_F32, 40, 16, 1, 4, ((12, 30), (1, 9)), value_dim=32, is_latent=True),
     Case(_F16, 288, 16, 1, 10, ((5, 20),), value_dim=256, is_latent=True),
 ]
-# Type, head_dim, block size, bits, group.
-_QUANTIZED = [(_F16, 64, 16, 8, 32), (_BF16, 128, 32, 4, 64), (_F32, 96, 16, 4, 32), (_F16, 256, 16, 8, 64)]
+# Type, head_dim, block size, bits, group; reach, soft cap, sinks.
+_QUANTIZED = [
+    (_F16, 64, 16, 8, 32, {"window": 30}, True),
+    (_BF16, 128, 32, 4, 64, {"window": 30, "softcap": 2.0}, False),
+    (_F32, 96, 16, 4, 32, {"window": 9, "softcap": 1.5}, True),
+    (_F16, 256, 16, 8, 64, {"chunk": 24}, True),
+    (_BF16, 256, 16, 4, 32, {"softcap": 2.0, "window": 20}, True),
+    (_BF16, 64, 16, 8, 64, {}, False),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,15 +136,15 @@ def _twin(data, is_latent) -> mx.array:
     return Prefill()(data.queries, data.keys, data.values, data.rows, data.options)
 
 
-def _quantized(dtype, head_dim, block_size, bits, group_size):
+def _quantized(dtype, head_dim, block_size, bits, group_size, options, has_sinks):
     """Data with quantised pools, and what it stands for."""
-    data = make(Case(dtype, head_dim, block_size, 2, 3, ((7, 37), (1, 1), (12, 16)), {"window": 30}))
+    data = make(Case(dtype, head_dim, block_size, 2, 3, ((7, 37), (1, 1), (12, 16)), options, has_sinks))
     pools = [quantize(pool, bits, group_size) for pool in (data.keys, data.values)]
     plain = [pool.dequantize(mx.arange(pool.shape[0])) for pool in pools]
     return replace(data, keys=pools[0], values=pools[1]), replace(data, keys=plain[0], values=plain[1])
 
 
-@pytest.mark.parametrize("case", _QUANTIZED, ids=str)
+@pytest.mark.parametrize("case", _QUANTIZED, ids=lambda case: "-".join(map(str, case)).replace("mlx.core.", ""))
 def test_quantized_pools_are_read_as_what_they_stand_for(case):
     data, plain = _quantized(*case)
     expected = reference(plain)
