@@ -25,7 +25,7 @@ CASES = [
     Case("eight heads", (300, 33), 1, 8, 128, block_size=32, dtype=F16),
     Case("no sharing", (65, 2), 3, 1, 128, window=16, dtype=BF16),
     Case("chunk larger than all", (50,), 2, 4, 128, chunk=8192, softcap=3.0, dtype=F32),
-    Case("many partitions", (700,), 1, 2, 128, dtype=F16),
+    Case("more partitions than lanes", (1100, 40), 1, 2, 128, dtype=F16),
     Case("192", (77, 30), 1, 4, 192, block_size=32, dtype=F16),
     Case("keys and values unlike", (45,), 2, 2, 192, 128, dtype=BF16),
     Case("256", (66,), 2, 2, 256, window=40, dtype=BF16),

@@ -1,5 +1,7 @@
 """Decode attention, kernels and twins: every variant against float64, under two schedules of the harness."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -80,6 +82,19 @@ def test_a_row_has_the_same_bits_beside_any_other():
         decode = PagedDecode(MslHost())
         alone = decode.attend(data.queries[row : row + 1], data.keys, data.values, plan, 2, 0.3)
         assert np.array_equal(bits_of(alone), bits_of(together[row : row + 1]))
+
+
+@pytest.mark.parametrize(("shared", "has_sinks"), [(8, False), (8, True), (16, False)])
+def test_scores_may_be_far_below_zero(shared, has_sinks):
+    """Only their differences count: every score is near -1200 here, and in several partitions."""
+    data = make(Case("low", (150, 9, 1), 1, shared, 64, has_sinks=has_sinks))
+    queries, keys = np.array(data.queries), np.array(data.keys)
+    queries[..., 0], keys[..., 0] = -40, 100
+    data.held[0][..., 0] = 100
+    data = replace(data, queries=mx.array(queries), keys=mx.array(keys))
+    if has_sinks:
+        data = replace(data, sinks=data.sinks - 1200)
+    assert error_of(attend(PagedDecode(MslHost()), data), data) < TOLERANCE[F16]
 
 
 def test_a_row_that_sees_nothing_gives_zeros():

@@ -163,6 +163,35 @@ def test_queries_may_be_strided():
     assert mx.array_equal(ours, _run(MslHost(), data))
 
 
+@pytest.mark.parametrize(("head_dim", "shared_heads"), [(128, 7), (256, 4), (192, 2)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_queries_are_read_by_each_of_their_strides(head_dim, shared_heads, axis):
+    """NaN lies in the gaps along one axis. One tile of heads, one of wide heads, and a few rows before."""
+    data = make(Case(_F16, head_dim, 16, 1, shared_heads, ((6, 20), (3, 3)), skipped_rows=2))
+    gaps = mx.full(data.queries.shape, float("nan"), _F16)
+    wide = mx.stack([data.queries, gaps], axis=axis + 1)
+    mx.eval(wide)
+    ours = _run(MslHost(), replace(data, queries=wide[(slice(None),) * (axis + 1) + (0,)]))
+    assert _error(ours, reference(data)) < _TOLERANCE[_F16]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "is_latent"), [(64, 0, False), (256, 0, False), (576, 512, True)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_scores_may_be_far_below_zero(head_dim, value_dim, is_latent, has_sinks):
+    """Only their differences count: every score is near -500 here, over several tiles of keys.
+
+    By the last element: it is no value of a latent.
+    """
+    data = make(Case(_F16, head_dim, 16, 1, 4, ((9, 80), (1, 1)), {}, has_sinks, 0, value_dim, is_latent))
+    queries, keys = np.array(data.queries), np.array(data.keys)
+    queries[..., -1], keys[..., -1] = -40, 12.5 * head_dim**0.5
+    keys = mx.array(keys)
+    values = keys[..., :value_dim] if is_latent else data.values
+    options = replace(data.options, sinks=data.options.sinks - 500) if has_sinks else data.options
+    data = replace(data, queries=mx.array(queries), keys=keys, values=values, options=options)
+    assert _error(_run(MslHost(), data, is_latent), reference(data)) < _TOLERANCE[_F16]
+
+
 @pytest.mark.parametrize(("head_dim", "value_dim", "is_latent"), [(64, 0, False), (256, 0, False), (576, 512, True)])
 def test_blocks_of_a_pool_beyond_32_bits(head_dim, value_dim, is_latent):
     """More than 2^33 elements in each pool, blocks beyond element 2^32. No other block is there to be read."""
