@@ -97,6 +97,18 @@ def test_scores_may_be_far_below_zero(shared, has_sinks):
     assert error_of(attend(PagedDecode(MslHost()), data), data) < TOLERANCE[F16]
 
 
+def test_the_highest_score_may_be_behind_partitions_for_all_lanes():
+    """The first 1056 tokens, 33 partitions, have scores near -1200, the others near 0."""
+    data = make(Case("late", (1100,), 1, 2, 128))
+    assert data.plan().partition_tokens == 32
+    queries, keys = np.array(data.queries), np.array(data.keys)
+    blocks = data.table[0, : 1056 // data.case.block_size]
+    queries[..., 0], keys[blocks, ..., 0] = -40, 100
+    data.held[0][blocks, ..., 0] = 100
+    data = replace(data, queries=mx.array(queries), keys=mx.array(keys))
+    assert error_of(attend(PagedDecode(MslHost()), data), data) < TOLERANCE[F16]
+
+
 def test_a_row_that_sees_nothing_gives_zeros():
     data = make(Case("nothing", (20, 20), 1, 2, 64, dtype=F32))
     ranges = np.array([[0, 20], [0, 0]], np.int32)
