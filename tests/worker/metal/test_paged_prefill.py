@@ -50,7 +50,7 @@ _CASES = [
     Case(_F32, 512, 32, 1, 1, ((10, 19),), {"window": 5}),
     Case(_F16, 192, 16, 2, 2, ((9, 41), (1, 1), (20, 36)), {"window": 21}, has_sinks=True, value_dim=128),
     Case(_BF16, 192, 32, 1, 4, ((13, 70), (16, 16)), value_dim=128, skipped_rows=2),
-    Case(_F32, 96, 16, 2, 3, ((5, 19), (3, 34)), {"softcap": 2.0}, value_dim=64),
+    Case(_F32, 96, 16, 2, 3, ((13, 19), (3, 34)), {"softcap": 2.0}, has_sinks=True, value_dim=64),
     Case(_F32, 16, 16, 1, 5, ((7, 30),), {"chunk": 12}, value_dim=8),
     Case(_F32, 20, 16, 1, 2, ((40, 41), (2, 17)), value_dim=36),
     Case(_F16, 256, 16, 1, 8, ((4, 50), (1, 1), (33, 34)), {"chunk": 24}),
