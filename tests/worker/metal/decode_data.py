@@ -125,9 +125,14 @@ def _float64(array):
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
-def reference(data: Data) -> np.ndarray:
-    """Attention row by row in float64, `[rows, heads, 1, value_dim]`."""
+def reference(data: Data, *, rounds_elements: bool = False) -> np.ndarray:
+    """Attention row by row in float64, `[rows, heads, 1, value_dim]`.
+
+    `rounds_elements`: over what kernels make of a packed pool, whose elements are rounded once to the case's type.
+    """
     case, (keys, values) = data.case, data.held
+    if case.bits and rounds_elements:
+        keys, values = (_float64(mx.array(held.astype(np.float32)).astype(case.dtype)) for held in data.held)
     queries = _float64(data.queries)
     out = np.zeros((*queries.shape[:3], values.shape[-1]))
     for row, (begin, end) in enumerate(data.ranges):
@@ -156,9 +161,9 @@ def attend(decode, data: Data, shares_loads: bool = False) -> mx.array:
     )
 
 
-def error_of(ours: mx.array, data: Data) -> float:
+def error_of(ours: mx.array, data: Data, *, rounds_elements: bool = False) -> float:
     """The largest distance from float64."""
-    return float(np.abs(_float64(ours) - reference(data)).max())
+    return float(np.abs(_float64(ours) - reference(data, rounds_elements=rounds_elements)).max())
 
 
 def bits_of(array: mx.array) -> np.ndarray:

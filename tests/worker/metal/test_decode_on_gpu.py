@@ -17,7 +17,8 @@ pytestmark = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_row_attends_to_exactly_what_it_sees(case):
     data = make(case)
-    assert error_of(attend(PagedDecode(mx.fast.metal_kernel), data), data) < 2 * TOLERANCE[case.dtype]
+    ours = attend(PagedDecode(mx.fast.metal_kernel), data)
+    assert error_of(ours, data, rounds_elements=True) < 2 * TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("case", VERIFY_CASES, ids=str)

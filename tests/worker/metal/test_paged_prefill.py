@@ -28,6 +28,12 @@ _TOLERANCE = {_F32: 3e-6, _F16: 3e-3, _BF16: 2e-2}
 _CASES = [
     Case(_F16, 64, 16, 2, 3, ((5, 37), (1, 1), (16, 16), (20, 50))),
     Case(_F32, 64, 32, 1, 8, ((3, 3), (9, 70))),
+    Case(_BF16, 64, 16, 1, 4, ((3, 21), (1, 9))),
+    Case(_F16, 80, 16, 1, 2, ((17, 33),)),
+    Case(_F32, 80, 16, 1, 3, ((5, 20),), {"window": 9}),
+    Case(_F16, 96, 16, 2, 1, ((9, 17),), {"chunk": 8}),
+    Case(_F32, 112, 16, 1, 2, ((6, 20),)),
+    Case(_BF16, 112, 16, 1, 2, ((6, 35),), has_sinks=True),
     Case(_BF16, 80, 16, 2, 1, ((33, 40), (2, 18)), {"window": 7}),
     Case(_F32, 96, 16, 1, 4, ((10, 45), (4, 90)), {"window": 20}, has_sinks=True),
     Case(_BF16, 96, 32, 3, 2, ((1, 33), (7, 7)), {"softcap": 2.0}),
@@ -36,13 +42,15 @@ _CASES = [
     Case(_BF16, 128, 16, 2, 4, ((9, 41), (1, 17)), {"softcap": 1.5, "window": 33}, has_sinks=True),
     Case(_F32, 128, 16, 2, 2, ((17, 29),), {"chunk": 8}, has_sinks=True),
     Case(_F16, 192, 16, 1, 2, ((18, 35), (2, 2))),
+    Case(_F32, 192, 16, 1, 1, ((9, 20),)),
+    Case(_F16, 512, 16, 1, 2, ((3, 18),)),
     Case(_BF16, 256, 32, 1, 4, ((5, 40), (9, 33)), {"window": 16}, has_sinks=True),
     Case(_F32, 256, 16, 1, 1, ((3, 20),), {"softcap": 3.0}),
     Case(_BF16, 512, 16, 1, 2, ((9, 20), (1, 17))),
     Case(_F32, 512, 32, 1, 1, ((10, 19),), {"window": 5}),
     Case(_F16, 192, 16, 2, 2, ((9, 41), (1, 1), (20, 36)), {"window": 21}, has_sinks=True, value_dim=128),
     Case(_BF16, 192, 32, 1, 4, ((13, 70), (16, 16)), value_dim=128, skipped_rows=2),
-    Case(_F32, 96, 16, 2, 3, ((5, 19), (3, 34)), {"softcap": 2.0}, value_dim=64),
+    Case(_F32, 96, 16, 2, 3, ((13, 19), (3, 34)), {"softcap": 2.0}, has_sinks=True, value_dim=64),
     Case(_F32, 16, 16, 1, 5, ((7, 30),), {"chunk": 12}, value_dim=8),
     Case(_F32, 20, 16, 1, 2, ((40, 41), (2, 17)), value_dim=36),
     Case(_F16, 256, 16, 1, 8, ((4, 50), (1, 1), (33, 34)), {"chunk": 24}),
@@ -52,8 +60,15 @@ _CASES = [
     Case(_F32, 40, 16, 1, 4, ((12, 30), (1, 9)), value_dim=32, is_latent=True),
     Case(_F16, 288, 16, 1, 10, ((5, 20),), value_dim=256, is_latent=True),
 ]
-# Type, head_dim, block size, bits, group.
-_QUANTIZED = [(_F16, 64, 16, 8, 32), (_BF16, 128, 32, 4, 64), (_F32, 96, 16, 4, 32), (_F16, 256, 16, 8, 64)]
+# Type, head_dim, block size, bits, group; reach, soft cap, sinks.
+_QUANTIZED = [
+    (_F16, 64, 16, 8, 32, {"window": 30}, True),
+    (_BF16, 128, 32, 4, 64, {"window": 30, "softcap": 2.0}, False),
+    (_F32, 96, 16, 4, 32, {"window": 9, "softcap": 1.5}, True),
+    (_F16, 256, 16, 8, 64, {"chunk": 24}, True),
+    (_BF16, 256, 16, 4, 32, {"softcap": 2.0, "window": 20}, True),
+    (_BF16, 64, 16, 8, 64, {}, False),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,15 +136,15 @@ def _twin(data, is_latent) -> mx.array:
     return Prefill()(data.queries, data.keys, data.values, data.rows, data.options)
 
 
-def _quantized(dtype, head_dim, block_size, bits, group_size):
+def _quantized(dtype, head_dim, block_size, bits, group_size, options, has_sinks):
     """Data with quantised pools, and what it stands for."""
-    data = make(Case(dtype, head_dim, block_size, 2, 3, ((7, 37), (1, 1), (12, 16)), {"window": 30}))
+    data = make(Case(dtype, head_dim, block_size, 2, 3, ((7, 37), (1, 1), (12, 16)), options, has_sinks))
     pools = [quantize(pool, bits, group_size) for pool in (data.keys, data.values)]
     plain = [pool.dequantize(mx.arange(pool.shape[0])) for pool in pools]
     return replace(data, keys=pools[0], values=pools[1]), replace(data, keys=plain[0], values=plain[1])
 
 
-@pytest.mark.parametrize("case", _QUANTIZED, ids=str)
+@pytest.mark.parametrize("case", _QUANTIZED, ids=lambda case: "-".join(map(str, case)).replace("mlx.core.", ""))
 def test_quantized_pools_are_read_as_what_they_stand_for(case):
     data, plain = _quantized(*case)
     expected = reference(plain)
@@ -148,11 +163,40 @@ def test_queries_may_be_strided():
     assert mx.array_equal(ours, _run(MslHost(), data))
 
 
+@pytest.mark.parametrize(("head_dim", "shared_heads"), [(128, 7), (256, 4), (192, 2)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_queries_are_read_by_each_of_their_strides(head_dim, shared_heads, axis):
+    """NaN lies in the gaps along one axis. One tile of heads, one of wide heads, and a few rows before."""
+    data = make(Case(_F16, head_dim, 16, 1, shared_heads, ((6, 20), (3, 3)), skipped_rows=2))
+    gaps = mx.full(data.queries.shape, float("nan"), _F16)
+    wide = mx.stack([data.queries, gaps], axis=axis + 1)
+    mx.eval(wide)
+    ours = _run(MslHost(), replace(data, queries=wide[(slice(None),) * (axis + 1) + (0,)]))
+    assert _error(ours, reference(data)) < _TOLERANCE[_F16]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "is_latent"), [(64, 0, False), (256, 0, False), (576, 512, True)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_scores_may_be_far_below_zero(head_dim, value_dim, is_latent, has_sinks):
+    """Only their differences count: every score is near -500 here, over several tiles of keys.
+
+    By the last element: it is no value of a latent.
+    """
+    data = make(Case(_F16, head_dim, 16, 1, 4, ((9, 80), (1, 1)), {}, has_sinks, 0, value_dim, is_latent))
+    queries, keys = np.array(data.queries), np.array(data.keys)
+    queries[..., -1], keys[..., -1] = -40, 12.5 * head_dim**0.5
+    keys = mx.array(keys)
+    values = keys[..., :value_dim] if is_latent else data.values
+    options = replace(data.options, sinks=data.options.sinks - 500) if has_sinks else data.options
+    data = replace(data, queries=mx.array(queries), keys=keys, values=values, options=options)
+    assert _error(_run(MslHost(), data, is_latent), reference(data)) < _TOLERANCE[_F16]
+
+
 @pytest.mark.parametrize(("head_dim", "value_dim", "is_latent"), [(64, 0, False), (256, 0, False), (576, 512, True)])
 def test_blocks_of_a_pool_beyond_32_bits(head_dim, value_dim, is_latent):
-    """More than 2^32 elements in each pool, blocks beyond element 2^31. No other block is there to be read."""
+    """More than 2^33 elements in each pool, blocks beyond element 2^32. No other block is there to be read."""
     data = make(Case(_F16, head_dim, 16, 1, 4, ((9, 30),), value_dim=value_dim, is_latent=is_latent))
-    first = (1 << 31) // (16 * head_dim) + 1
+    first = (1 << 32) // (16 * head_dim) + 1
     far = PrefillRows([0, 9], [30], [[first, first + 1]])
     pools = []
     for pool in (data.keys, data.values):

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
 from worker.metal.quantized import QuantizedPool, WriteQuantized, write_twin, zero_pool
@@ -96,6 +97,45 @@ def test_what_is_read_back_is_near_what_was_written(case):
         error = np.abs(got[slot // block_size, :, slot % block_size].reshape(groups.shape) - groups).max(-1)
         assert (error <= allowed + 1e-7).all(), (row, error.max(), allowed.max())
     assert (got.swapaxes(1, 2)[~named] == 0).all()
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1, 2)])
+def test_rows_are_read_by_each_of_their_strides(axes):
+    """NaN lies in the gaps."""
+    dtype, heads, head_dim, block_size, bits, group_size = _CASES[0]
+    rows = _rows(dtype, heads, head_dim)
+    wide = rows
+    for axis in axes:
+        wide = mx.repeat(wide, 2, axis=axis)
+    at = tuple(slice(None, None, 2) if axis in axes else slice(None) for axis in range(3))
+    wide[...] = float("nan")
+    wide[at] = rows
+    mx.eval(wide)
+    pool, expected = (zero_pool((6, heads, block_size, head_dim), dtype, bits, group_size) for _ in range(2))
+    mx.eval(pool.packed, pool.scales, pool.biases, expected.packed, expected.scales, expected.biases)
+    for new, target in ((wide[at], pool), (rows, expected)):
+        WriteQuantized(MslHost())(new, mx.array(_SLOTS, mx.int32), target)
+    assert expected.packed.any()
+    for name in ("packed", "scales", "biases"):
+        assert mx.array_equal(getattr(pool, name), getattr(expected, name))
+
+
+def test_slots_of_a_pool_beyond_32_bits():
+    """2^31 slots of all heads, two scales each: not even offsets of scales fit 32 bits."""
+    dtype, _, head_dim, block_size, bits, group_size = _CASES[0]
+    heads, block, slot = 8, (1 << 24) + 1, 3
+    rows = mx.random.normal((1, heads, head_dim), key=mx.random.key(3))
+    near = zero_pool((2, heads, block_size, head_dim), dtype, bits, group_size)
+    parts = near.packed, near.scales, near.biases
+    mx.eval(*parts)
+    far = [SparsePool((block + 2, *part.shape[1:]), part.dtype, {block: part[0] + 0}) for part in parts]
+    WriteQuantized(MslHost())(rows, mx.array([block_size + slot], mx.int32), near)
+    slots = mx.array([block * block_size + slot], mx.int32)
+    WriteQuantized(MslHost())(rows, slots, QuantizedPool(*far, bits, group_size))
+    for part, pool in zip(parts, far, strict=True):
+        assert pool.rows.keys() == {block}
+        assert part[1].any()
+        assert mx.array_equal(pool.rows[block], part[1])
 
 
 def test_formats_that_no_kernel_has_are_refused():

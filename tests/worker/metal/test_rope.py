@@ -77,6 +77,20 @@ def test_kernel_and_twin_turn_each_row_by_its_position(case, positions):
             assert (error <= _TOLERANCE[case[0]] * 4 + slack).all()
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("strided", [0, 1], ids=["queries", "keys"])
+def test_rows_are_read_by_each_of_their_strides(strided, axis):
+    """NaN lies in the gaps along one axis."""
+    inputs = [mx.random.normal((3, heads, 64), key=mx.random.key(heads)) for heads in (4, 2)]
+    positions, options = mx.array([3, 8, 900], mx.int32), RopeOptions(64)
+    expected = Rope(MslHost())(*inputs, positions, options)
+    wide = mx.stack([inputs[strided], mx.full(inputs[strided].shape, float("nan"))], axis=axis + 1)
+    mx.eval(wide)
+    inputs[strided] = wide[(slice(None),) * (axis + 1) + (0,)]
+    for ours, want in zip(Rope(MslHost())(*inputs, positions, options), expected, strict=True):
+        assert mx.array_equal(ours, want)
+
+
 def test_elements_beyond_dims_stay_as_they_are():
     rows = mx.random.normal((2, 3, 64), key=mx.random.key(0))
     ours, _ = Rope(MslHost())(rows, rows, mx.array([7, 9], mx.int32), RopeOptions(16))

@@ -166,7 +166,7 @@ def test_slices_and_moved_axes_are_read_where_they_lie(case):
 
 def test_offsets_into_a_large_pool_are_64_bit():
     inputs, weights, bias, small, rows = _case(24, 4, mx.float32, mx.float32, True, True, rows_of([3]))
-    slots = 2**31 // (3 * 24) + 5
+    slots = 2**32 // (3 * 24) + 5
     far = StateRows(rows.offsets, np.array([slots - 2], np.int32), rows.is_fresh)
     pool = SparsePool((slots, 3, 24), mx.float32, {slots - 2: copy(small[int(rows.slots[0])])})
     y, _ = ShortConv(MslHost())(inputs, weights, bias, pool, far, silu=True)

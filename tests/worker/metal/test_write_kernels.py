@@ -48,8 +48,16 @@ _ONE = (37,)
 _MANY = (17, -1, 3, 63, 32, 64, 95, -1, 31)
 
 
-def _write(host, dtype, heads, head_dim, value_dim, block_size, slots=_ONE):
-    """Pools as they are after the write, and as they should be; the token."""
+def _with_gaps(array: mx.array, axis: int) -> mx.array:
+    """The same content, NaN between along one axis."""
+    gaps = mx.full(array.shape, float("nan"), array.dtype)
+    wide = mx.stack([array, gaps], axis=axis + 1)
+    mx.eval(wide)
+    return wide[(slice(None),) * (axis + 1) + (0,)]
+
+
+def _write(host, dtype, heads, head_dim, value_dim, block_size, slots=_ONE, gaps=(None, None)):
+    """Pools as they are after the write, and as they should be; the token. `gaps`: axes of keys and of values."""
     pools = [mx.full((6, heads, block_size, dim), float("nan"), dtype) for dim in (head_dim, value_dim)]
     expected = [_bits(pool).copy() for pool in pools]
     # The layout of a step of one sequence: heads first.
@@ -60,6 +68,7 @@ def _write(host, dtype, heads, head_dim, value_dim, block_size, slots=_ONE):
         for row, slot in enumerate(slots):
             if slot >= 0:
                 want[slot // block_size, :, slot % block_size] = _bits(new)[row]
+    rows = [new if axis is None else _with_gaps(new, axis) for new, axis in zip(rows, gaps, strict=True)]
     mx.eval(pools)
     token = WriteKV(host)(*rows, mx.array(slots, mx.int32), *pools)
     return pools, expected, token
@@ -82,15 +91,24 @@ def test_all_rows_skipped_is_a_write_of_nothing():
 
 
 def test_slots_of_a_pool_beyond_32_bits():
-    """2^32 elements in each pool: block 2^21 begins at element 2^31."""
+    """2^33 elements in each pool: block 2^22 begins at element 2^32."""
     heads, block_size, head_dim = 1, 16, 64
-    block = 1 << 21
-    shape = (1 << 22, heads, block_size, head_dim)
+    block = (1 << 22) + 1
+    shape = (1 << 23, heads, block_size, head_dim)
     pools = [SparsePool(shape, _F32, {block: mx.zeros(shape[1:])}) for _ in range(2)]
     rows = _normal(1, (1, heads, head_dim), _F32)
     WriteKV(MslHost())(rows, -rows, mx.array([block * block_size + 3], mx.int32), *pools)
     for pool, sign in zip(pools, (1, -1), strict=True):
+        assert pool.rows.keys() == {block}
         assert mx.array_equal(pool.rows[block][0, 3], sign * rows[0, 0])
+
+
+@pytest.mark.parametrize(("is_keys", "axis"), [(True, 0), (True, 1), (True, 2), (False, 0), (False, 1), (False, 2)])
+def test_rows_are_read_by_each_of_their_strides(is_keys, axis):
+    """Keys, or values, with gaps along one axis."""
+    pools, expected, _ = _write(MslHost(), *_WRITES[0], slots=_MANY, gaps=(axis, None) if is_keys else (None, axis))
+    for pool, want in zip(pools, expected, strict=True):
+        assert np.array_equal(_bits(pool), want)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +157,26 @@ def test_blocks_are_filled(shape, dtype):
     zeros = mx.broadcast_to(mx.zeros((), dtype), (3, *shape[1:]))
     PutBlocks(MslHost(seeds=_SEEDS))(zeros, mx.array([4, -1, 1], mx.int32), pool)
     assert np.array_equal(_bits(pool), expected)
+
+
+def test_blocks_of_a_pool_beyond_32_bits():
+    """2^34 elements: block 2^27 begins at element 2^33. The compiled kernel is that of words."""
+    shape, block = (1 << 28, 4, 16), (1 << 27) + 5
+    pool = SparsePool(shape, mx.uint32, {block: mx.zeros(shape[1:], mx.uint32)})
+    contents = mx.arange(64, dtype=mx.uint32).reshape(1, 4, 16)
+    PutBlocks(MslHost())(contents, mx.array([block], mx.int32), pool)
+    assert pool.rows.keys() == {block}
+    assert mx.array_equal(pool.rows[block], contents[0])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_contents_may_be_strided(axis):
+    contents = _with_gaps(_normal(2, (2, 5, 3), _F32), axis)
+    pool = mx.zeros((6, 5, 3))
+    mx.eval(pool)
+    PutBlocks(MslHost())(contents, mx.array([4, 1], mx.int32), pool)
+    assert np.array_equal(_bits(pool[mx.array([4, 1])]), _bits(contents))
+    assert not pool[mx.array([0, 2, 3, 5])].any()
 
 
 def test_contents_of_another_shape_are_refused():
