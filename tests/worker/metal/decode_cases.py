@@ -5,6 +5,7 @@ import mlx.core as mx
 from tests.worker.metal.decode_data import Case
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 
 # By pairs of axes: head size, block size, heads a KV head, type, window, chunk, cap, sinks, bits.
 CASES = [
@@ -18,6 +19,7 @@ CASES = [
     Case("80 f16", (21, 3), 1, 2, 80, dtype=F16),
     Case("96 f32", (18,), 1, 2, 96, dtype=F32),
     Case("112 f16", (19,), 1, 2, 112, has_sinks=True, dtype=F16),
+    Case("112 f32, large blocks", (40, 3), 2, 1, 112, block_size=32, dtype=F32),
     Case("odd ratio", (90, 17), 3, 3, 96, window=1000, dtype=F16),
     Case("chunk", (100, 64, 65, 1), 1, 4, 96, chunk=64, block_size=32, dtype=BF16),
     Case("soft cap", (40, 41), 1, 6, 112, softcap=1.5, dtype=F32),
@@ -29,6 +31,7 @@ CASES = [
     Case("192", (77, 30), 1, 4, 192, block_size=32, dtype=F16),
     Case("keys and values unlike", (45,), 2, 2, 192, 128, dtype=BF16),
     Case("256", (66,), 2, 2, 256, window=40, dtype=BF16),
+    Case("256, large blocks", (35, 2), 1, 2, 256, chunk=16, block_size=32, dtype=F16),
     Case("256 f32", (17,), 1, 2, 256, dtype=F32),
     Case("512 bf16", (9,), 1, 1, 512, dtype=BF16),
     Case("512", (35, 7), 1, 2, 512, block_size=32, dtype=F16),

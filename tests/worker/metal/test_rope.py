@@ -6,6 +6,7 @@ import pytest
 
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
+from tests.worker.metal.decode_cases import HEAD_DIMS
 from worker.metal.rope import Rope, RopeOptions, twin
 
 _SEEDS = (0, 20261)
@@ -14,14 +15,15 @@ _TOLERANCE = {_F32: 2e-6, _F16: 2e-3, _BF16: 1.6e-2}
 _FREQS = np.array([1.0, 3.5, 17.0, 400.0, 9000.0, 1e5, 3.0, 2.0], np.float32)
 _POSITIONS = (0, 1, 77, 5, 5, 1000, 32768)
 
-# Type, head_dim, heads, KV heads, options.
-_CASES = [
+# Type, head_dim, heads, KV heads, options; at the end each head size in each type.
+CASES = [
     (_F32, 64, 3, 1, {"dims": 64}),
     (_F16, 80, 4, 4, {"dims": 32, "traditional": True}),
     (_BF16, 128, 8, 2, {"dims": 128, "base": 1e6, "scale": 0.25}),
     (_F32, 64, 2, 2, {"dims": 16, "base": None, "freqs": _FREQS}),
     (_F16, 112, 7, 1, {"dims": 16, "base": None, "freqs": _FREQS, "traditional": True, "scale": 2.0}),
     (_BF16, 512, 2, 1, {"dims": 2, "traditional": True}),
+    *((dtype, head_dim, 2, 1, {"dims": head_dim}) for head_dim in HEAD_DIMS for dtype in (_F32, _F16, _BF16)),
 ]
 
 
@@ -30,7 +32,7 @@ def _compiled():
     require_toolchain()
     host = MslHost()
     with host.compiling_ahead():
-        for case in _CASES:
+        for case in CASES:
             for positions in (_POSITIONS, (4095,)):
                 _run(Rope(host), positions, *case)
 
@@ -63,7 +65,7 @@ def _reference(rows, positions, dims, traditional=False, base=10000.0, scale=1.0
 
 
 @pytest.mark.parametrize("positions", [_POSITIONS, (4095,)], ids=["many", "one"])
-@pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}-{case[1]}".removeprefix("mlx.core."))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}".removeprefix("mlx.core."))
 def test_kernel_and_twin_turn_each_row_by_its_position(case, positions):
     ours, expected = _run(Rope(MslHost(seeds=_SEEDS)), positions, *case)
     twins, _ = _run(twin, positions, *case)

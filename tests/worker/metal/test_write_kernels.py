@@ -7,20 +7,20 @@ import pytest
 from tests.msl_host.arrays import SparsePool
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
+from tests.worker.metal.decode_cases import HEAD_DIMS
 from worker.metal.write_kv import PutBlocks, WriteKV, move_blocks, tie
 
 _SEEDS = (0, 20261)
 _F32, _F16, _BF16 = mx.float32, mx.float16, mx.bfloat16
-# Pairwise: type, heads, head_dim of keys and of values, block size.
-_WRITES = [
-    (_F32, 2, 64, 64, 16),
-    (_F16, 1, 80, 80, 32),
-    (_BF16, 3, 96, 96, 16),
-    (_F16, 5, 112, 112, 16),
-    (_BF16, 8, 128, 128, 32),
+# Type, heads, head_dim of keys and of values, block size: each head size in each type and with each block size.
+WRITES = [
     (_F32, 4, 192, 128, 32),
-    (_F16, 2, 256, 256, 16),
     (_BF16, 1, 512, 64, 16),
+    *(
+        (dtype, heads, head_dim, head_dim, block_size)
+        for heads, head_dim in enumerate(HEAD_DIMS, start=1)
+        for dtype, block_size in ((_F32, 16), (_F16, 32 if heads % 2 else 16), (_BF16, 16 if heads % 2 else 32))
+    ),
 ]
 
 
@@ -29,7 +29,7 @@ def _compiled():
     require_toolchain()
     host = MslHost()
     with host.compiling_ahead():
-        for case in _WRITES:
+        for case in WRITES:
             _write(host, *case)
             _write(host, *case, slots=_MANY)
         for shape, dtype in _POOLS:
@@ -75,7 +75,7 @@ def _write(host, dtype, heads, head_dim, value_dim, block_size, slots=_ONE, gaps
 
 
 @pytest.mark.parametrize("slots", [_ONE, _MANY], ids=["one", "many"])
-@pytest.mark.parametrize("case", _WRITES, ids=str)
+@pytest.mark.parametrize("case", WRITES, ids=str)
 def test_rows_go_to_their_slots_and_nowhere_else(case, slots):
     pools, expected, token = _write(MslHost(seeds=_SEEDS), *case, slots=slots)
     for pool, want in zip(pools, expected, strict=True):
@@ -84,7 +84,7 @@ def test_rows_go_to_their_slots_and_nowhere_else(case, slots):
 
 
 def test_all_rows_skipped_is_a_write_of_nothing():
-    pools, expected, token = _write(MslHost(seeds=_SEEDS), *_WRITES[0], slots=(-1, -1))
+    pools, expected, token = _write(MslHost(seeds=_SEEDS), *WRITES[0], slots=(-1, -1))
     for pool, want in zip(pools, expected, strict=True):
         assert np.array_equal(_bits(pool), want)
     assert token.tolist() == [0]
@@ -106,7 +106,7 @@ def test_slots_of_a_pool_beyond_32_bits():
 @pytest.mark.parametrize(("is_keys", "axis"), [(True, 0), (True, 1), (True, 2), (False, 0), (False, 1), (False, 2)])
 def test_rows_are_read_by_each_of_their_strides(is_keys, axis):
     """Keys, or values, with gaps along one axis."""
-    pools, expected, _ = _write(MslHost(), *_WRITES[0], slots=_MANY, gaps=(axis, None) if is_keys else (None, axis))
+    pools, expected, _ = _write(MslHost(), *WRITES[0], slots=_MANY, gaps=(axis, None) if is_keys else (None, axis))
     for pool, want in zip(pools, expected, strict=True):
         assert np.array_equal(_bits(pool), want)
 
