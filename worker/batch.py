@@ -67,7 +67,7 @@ class Span:
 
     @property
     def is_verified(self) -> bool:
-        """Whether its rows are guesses for the most part: so few that they attend like decode rows."""
+        """Whether it is a newest token with guesses around it: so few rows that they attend as decodes do."""
         return len(self.token_ids) <= 1 + 2 * self.num_drafts
 
 

@@ -200,7 +200,6 @@ class Engine:
         self._blocks.move(plan.copies, plan.zeroes)
         skipped, slices = self._take_slices(plan, tensors, self._blocks)
         step = RunningStep(pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped), started_s, slices)
-        step.moves_blocks = bool(plan.copies or plan.zeroes)
         if slices:
             self._forward(step, tensors)
             step.make_draw(self._grammars, is_early=True)
@@ -210,8 +209,7 @@ class Engine:
         self._launched_s = time.perf_counter()
         step.fill_in()
         step.make_draw(self._grammars)
-        if step.slices or step.moves_blocks:
-            self._configured().start(*step.outputs())
+        self._configured().start(*step.outputs())
         self._running = step
         step.await_tokens()
 
@@ -219,6 +217,7 @@ class Engine:
         tensors, result = self._configured(), step.result
         tensors.finish()
         wrong = step.report()
+        # Of another step nothing is to be settled, but the next one may have been built, and have drafts.
         if step.has_drafts:
             tensors.settle_drafts([each.sequence.block_tables for each in wrong])
         self._report_drafts(step)

@@ -35,8 +35,6 @@ class RunningStep:
     batch: Batch | None = None
     logits: mx.array | None = None
     pooled: list[mx.array] = field(default_factory=list)
-    # Whether blocks are copied or zeroed, so that there is something to wait for even without rows.
-    moves_blocks: bool = False
     verified: list[Verified] = field(default_factory=list)
     draw: Draw | None = None
 
@@ -48,7 +46,7 @@ class RunningStep:
     @property
     def is_decoding(self) -> bool:
         """Every sequence runs its newest token, and drafts behind it or what was right of them before."""
-        return all(span.samples and len(span.token_ids) <= 1 + 2 * span.num_drafts for _, span in self.slices)
+        return all(span.samples and span.is_verified for _, span in self.slices)
 
     @property
     def has_drafts(self) -> bool:

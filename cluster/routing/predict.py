@@ -132,32 +132,24 @@ def standing_of(
 
     `prompts` are in their turns. `recent_work_s` has faded up to now.
     """
-    num_prefilling, num_prefill_tokens = len(prompts), 0
     # Every step carries the rows that decode beside one chunk of prompts.
     rows_s = costs.row_s * num_decoding + costs.row_context_s * decode_context_tokens
     chunk = bounds.chunk_tokens
     token_s = max(costs.token_s, costs.step_s / chunk) + rows_s / chunk
-    num_others = num_prefilling + num_decoding
+    num_others = len(prompts) + num_decoding
     row_s = costs.step_s + costs.row_s * (num_others + 1) + costs.row_context_s * decode_context_tokens
     seat_s = _seat_wait_s(bounds, num_others, num_output_tokens * row_s)
-    start_s = wait_s = seat_s
-    turns, done_s = [], []
-    pair_s = costs.context_s / 2
-    for turn, num_tokens, work in prompts:
-        num_prefill_tokens += num_tokens
-        wait_s += token_s * num_tokens + pair_s * work
-        turns.append(turn)
-        done_s.append(wait_s)
+    turns, done_s, num_prefill_tokens = _in_turns(prompts, seat_s, token_s, costs.context_s)
+    start_s, wait_s = seat_s, done_s[-1] if done_s else seat_s
     pressure = _pressure(config, recent_work_s, hot_tokens / bounds.token_capacity)
     stall = config.stall_weight * num_decoding
     # Rows that decode end before a long prompt does: a step of it is one token of theirs.
     stall_tokens = num_output_tokens / 2 * chunk
     decode_s = config.decode_weight * (row_s + costs.row_s * num_others)
     decode_context_s = config.decode_weight * costs.row_context_s * (1 + num_others)
-    mixed_step_s = chunk * token_s
+    mixed_step_s = chunk * (wait_s - seat_s) / num_prefill_tokens if prompts else chunk * token_s
     # Steps that are planned already come first.
-    if num_prefilling:
-        mixed_step_s = chunk * (wait_s - seat_s) / num_prefill_tokens
+    if prompts:
         start_s = max(start_s, min(wait_s, (_PLANNED_STEPS + _SHARED_STEPS) * mixed_step_s))
     elif num_decoding:
         start_s = max(start_s, _PLANNED_STEPS * (row_s - costs.row_s))
@@ -188,6 +180,19 @@ def standing_of(
         context_tokens=decode_context_tokens + num_prefill_tokens,
         token_capacity=bounds.token_capacity,
     )
+
+
+def _in_turns(
+    prompts: Sequence[Prompt], start_s: float, token_s: float, context_s: float
+) -> tuple[list[int], list[float], int]:
+    """The prompts' turns, when each is computed if the first one begins at `start_s`, and their tokens."""
+    turns, done_s, num_prefill_tokens = [], [], 0
+    for turn, num_tokens, work in prompts:
+        num_prefill_tokens += num_tokens
+        start_s += token_s * num_tokens + context_s / 2 * work
+        turns.append(turn)
+        done_s.append(start_s)
+    return turns, done_s, num_prefill_tokens
 
 
 def _seat_wait_s(bounds: MacBounds, num_others: int, answer_s: float) -> float:

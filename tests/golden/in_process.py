@@ -68,6 +68,18 @@ class Answer:
     failure: str = ""
 
 
+def _draft(loaded: LoadedModel, kernels: Kernels, model: tuple[Module, dict] | None, kv_bytes: int):
+    if model is None:
+        return None
+    return DraftModel(models.adapt(*model), kernels, vocab_size=loaded.vocab_size, kv_bytes=kv_bytes)
+
+
+def _guesses(loaded: LoadedModel, max_drafts: int, answers: Sequence[Sequence[int]], draft: DraftModel | None):
+    if answers:
+        return Oracle(answers, max_drafts=max_drafts, has_states=loaded.has_states)
+    return WorkerSpeculation(max_drafts=max_drafts, has_states=loaded.has_states, draft=draft)
+
+
 class InProcessMac:
     """Plans run one ahead of results, as on a Mac."""
 
@@ -96,14 +108,7 @@ class InProcessMac:
         kernels = kernels or twin_kernels()
         loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
         loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
-        draft = None
-        if draft_model is not None:
-            draft = DraftModel(
-                models.adapt(*draft_model), kernels, vocab_size=loaded.vocab_size, kv_bytes=draft_kv_bytes
-            )
-        guesses = WorkerSpeculation(max_drafts=max_drafts, has_states=loaded.has_states, draft=draft)
-        if answers_to_guess:
-            guesses = Oracle(answers_to_guess, max_drafts=max_drafts, has_states=loaded.has_states)
+        guesses = _guesses(loaded, max_drafts, answers_to_guess, _draft(loaded, kernels, draft_model, draft_kv_bytes))
         self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars, speculation=guesses)
         self.speculation = speculation if max_drafts else Speculation.OFF
         self.num_drafted = self.num_accepted = 0

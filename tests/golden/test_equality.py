@@ -3,7 +3,6 @@
 import pkgutil
 from dataclasses import replace
 
-import mlx.core as mx
 import mlx_lm.models
 import pytest
 
@@ -18,13 +17,7 @@ _NO_MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    """Fused CPU kernels cost seconds of compiler each."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    mx.clear_cache()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 @pytest.mark.parametrize(

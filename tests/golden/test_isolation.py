@@ -40,12 +40,7 @@ def _kinds(*default):
     ]
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    mx.clear_cache()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 class PoisonedMac(InProcessMac):

@@ -10,12 +10,7 @@ from tests.golden.cases import config_of, make_model
 from tests.golden.in_process import InProcessMac
 from tests.worker.families import VOCAB_SIZE
 
-
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 class WatchedMac(InProcessMac):

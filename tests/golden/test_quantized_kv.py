@@ -33,12 +33,7 @@ _CHANGES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    mx.clear_cache()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 def _rounded(array: mx.array, bits: int, group_size: int) -> mx.array:

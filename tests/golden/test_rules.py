@@ -29,12 +29,7 @@ _SCHEMA = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    mx.clear_cache()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 @pytest.mark.parametrize("case", ["llama tied", "gemma3_text", "qwen3_next"])

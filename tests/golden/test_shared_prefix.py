@@ -1,6 +1,5 @@
 """A long prefix that requests share is read once where layers can, and by each row where they can't."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -10,14 +9,7 @@ from tests.golden.in_process import InProcessMac
 from tests.worker.families import VOCAB_SIZE
 from worker import batch
 
-
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    mx.clear_cache()
-
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 _MORE = ("llama tied", "gemma3_text", "gemma2", "mimo_v2_flash", "qwen3_next", "llama4", "kimi_linear")
 

@@ -24,13 +24,7 @@ from tests.golden.test_no_copies import WatchedMac
 from tests.worker.families import VOCAB_SIZE
 from worker.grammar import GrammarTable
 
-
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    mx.clear_cache()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -19,13 +19,7 @@ from worker.metal import dispatch, self_test_cases
 from worker.metal.dispatch import twin_kernels
 from worker.metal.self_test_cases import FAMILIES
 
-
-@pytest.fixture(autouse=True)
-def _no_compile():
-    """Fused CPU kernels cost seconds of compiler each."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,13 +11,7 @@ from worker import block_runs
 from worker.group_rows import DecodeGroup
 from worker.metal import twins
 
-
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 _SIZE, _DIM, _KV_HEADS = 16, 32, 2
 

@@ -16,12 +16,7 @@ from worker.drafting import Outlook
 from worker.errors import UnsupportedModelError
 from worker.metal.dispatch import twin_kernels
 
-
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 def make(case="llama tied", *, kv_bytes=1 << 24, vocab_size=VOCAB_SIZE, in_place=False) -> DraftModel:

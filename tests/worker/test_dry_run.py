@@ -15,12 +15,7 @@ from worker.metal.dispatch import twin_kernels
 _LIMITS = StepLimits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN)
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-    mx.clear_cache()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 def _engine(case: str, model=None) -> Engine:

@@ -24,11 +24,7 @@ from worker.speculation import Speculation
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 @pytest.fixture(scope="module")

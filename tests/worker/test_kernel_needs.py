@@ -14,11 +14,7 @@ from worker.models import Layout
 _F32 = mx.float32
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 def _loaded(case, bits=None, **changes):

@@ -2,7 +2,6 @@
 
 import time
 
-import mlx.core as mx
 import pytest
 from mlx import nn
 
@@ -19,11 +18,7 @@ _PROMPTS = {1: [3, 1, 4, 1, 5], 2: list(range(20, 43))}
 _NUM_NEW = 14
 
 
-@pytest.fixture(autouse=True)
-def _no_compile():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("no_compile")
 
 
 @pytest.fixture(scope="module")

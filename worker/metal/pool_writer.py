@@ -3,8 +3,9 @@
 A step is: moves and fills, then for each pool its writes, then its reads, then `commit`. Writing a pool that the step
 has read is an error in both routes (but for another part of it, which has no block in common with what was read):
 
-- `ScatterWriter`: MLX's own scatter, which is in place only while nothing else refers to the array. Right everywhere;
-  `commit` evaluates everything, because a reader that has not completed would make the next scatter copy the pool.
+- `ScatterWriter`: MLX's own scatter, which is in place only while nothing else refers to the array. Right everywhere.
+  `commit` begins to evaluate everything and the next one waits for it, because a reader that has not completed would
+  make the next scatter copy the pool.
 - `InPlaceWriter`: kernels that write through their inputs, whatever else refers to the pool, so that `commit` need not
   wait. MLX does not see these writes: tokens order them. It is for GPUs on which the self-test proved it.
 """
@@ -254,7 +255,10 @@ class PoolWriter(ABC):
         return result
 
     def commit(self, *outputs: mx.array) -> None:
-        """End the step: compute `outputs`, all writes and all reads. A pool that was read may be written again."""
+        """End the step: begin to compute `outputs`, all writes and all reads; `finish` waits for them.
+
+        A pool that was read may be written again.
+        """
         self._commit(outputs)
         self._read.clear()
 

@@ -1,6 +1,6 @@
 """Prefill as layers call it: which way each sequence goes; and the way of plain MLX, which is the kernel's twin."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -37,12 +37,11 @@ class Prefill:
         """Shapes, types and errors are those of `PagedPrefill`."""
         if self._kernel is None:
             return twin(queries, key_pool, value_pool, rows, options, after)
-        ways = goes_by_gather(queries, key_pool, value_pool, rows, options)
-        outputs = []
-        for first, last, by_gather in _runs(ways):
-            attend = twin if by_gather else self._kernel
-            outputs.append(attend(queries, key_pool, value_pool, rows.part(first, last), options, after))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        tiles, ways = self._kernel, goes_by_gather(queries, key_pool, value_pool, rows, options)
+        return _joined(
+            (twin if by_gather else tiles)(queries, key_pool, value_pool, rows.part(first, last), options, after)
+            for first, last, by_gather in _runs(ways)
+        )
 
     def latent(
         self,
@@ -56,11 +55,13 @@ class Prefill:
         """Shapes, types and errors are those of `PagedPrefill.latent`."""
         if self._kernel is None:
             return latent_twin(queries, latent_pool, value_dim, rows, options, after)
-        outputs = []
-        for first, last, by_gather in _runs(latents_go_by_gather(queries, latent_pool, rows, options)):
-            attend = latent_twin if by_gather else self._kernel.latent
-            outputs.append(attend(queries, latent_pool, value_dim, rows.part(first, last), options, after))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        tiles, ways = self._kernel.latent, latents_go_by_gather(queries, latent_pool, rows, options)
+        return _joined(
+            (latent_twin if by_gather else tiles)(
+                queries, latent_pool, value_dim, rows.part(first, last), options, after
+            )
+            for first, last, by_gather in _runs(ways)
+        )
 
 
 def is_fused(head_dim: int) -> bool:
@@ -116,11 +117,10 @@ def twin(
     after: mx.array | None = None,
 ) -> mx.array:
     """`PagedPrefill` in plain MLX: each sequence gathers the keys that it sees and attends alone."""
-    outputs = [
+    return _joined(
         _attend(mine, keys, values, length, options)[0].swapaxes(0, 1)
         for mine, (keys, values), length in _gathered(queries, (key_pool, value_pool), rows, options, after)
-    ]
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    )
 
 
 def latent_twin(
@@ -143,7 +143,7 @@ def latent_twin(
             # Values are computed as wide as keys: cutting them would copy the latents.
             out = _attend(mine[:, :, first:last], seen, seen, length - num_queries + last, options)
             outputs.append(out[0, :, :, :value_dim].swapaxes(0, 1))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return _joined(outputs)
 
 
 def supports(head_dim: int, value_dim: int, dtype: mx.Dtype, *, is_latent: bool = False) -> bool:
@@ -153,6 +153,12 @@ def supports(head_dim: int, value_dim: int, dtype: mx.Dtype, *, is_latent: bool 
     except ValueError:
         return False
     return True
+
+
+def _joined(parts: Iterable[mx.array]) -> mx.array:
+    """One behind the other; at least one."""
+    first, *others = parts
+    return mx.concatenate([first, *others]) if others else first
 
 
 def _runs(ways: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:

@@ -16,7 +16,7 @@ _MIN_SLICED = 2_048
 
 
 class ScatterWriter(PoolWriter):
-    """MLX's scatter with donation, and a full evaluation a step."""
+    """MLX's scatter with donation, and a full evaluation a step: one step at a time."""
 
     def __init__(self) -> None:
         super().__init__()

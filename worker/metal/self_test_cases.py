@@ -1,7 +1,7 @@
 """What the self-test checks: one line a family. Each check compares kernels with their twins for what a model needs."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -277,7 +277,7 @@ def _chain(writer: PoolWriter, metal_kernel: MetalKernel, need: AttentionNeeds |
             attend = ways[layer % len(ways)]
 
             def read(*arrays: mx.array, after: mx.array | None, attend: _Attend = attend) -> mx.array:
-                return attend(hidden, arrays, table, need, after)  # noqa: B023 - called before the next turn
+                return attend(_Read(hidden, arrays, table, need, after))  # noqa: B023 - called before the next turn
 
             hidden = _as_wide(writer.read(pools, read), widths[0])
         writer.write([late], [hidden[:, :heads]], slots)
@@ -293,21 +293,26 @@ def _copy(pool: mx.array, after: mx.array | None) -> mx.array:
     return pool[index if after is None else tie(index, after)]
 
 
-# Queries, pools, block table of the one sequence whose last tokens they are, the layer, the token to come after.
-_Attend = Callable[[mx.array, tuple[mx.array, ...], list[int], AttentionNeeds | LatentNeeds, mx.array | None], mx.array]
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The last tokens of one sequence attend to all of it; `after` is the token to come after."""
+
+    queries: mx.array
+    pools: tuple[mx.array, ...]
+    table: list[int]
+    need: AttentionNeeds | LatentNeeds
+    after: mx.array | None
+
+
+_Attend = Callable[[_Read], mx.array]
 
 
 def _by_prefill(kernel: PagedPrefill | None) -> _Attend:
     """By the kernel or else by its twin."""
 
-    def attend(
-        queries: mx.array,
-        pools: tuple[mx.array, ...],
-        table: list[int],
-        need: AttentionNeeds | LatentNeeds,
-        after: mx.array | None,
-    ) -> mx.array:
-        rows = PrefillRows([0, len(queries)], [len(table) * need.block_size], [table])
+    def attend(read: _Read) -> mx.array:
+        queries, pools, need, after = read.queries, read.pools, read.need, read.after
+        rows = PrefillRows([0, len(queries)], [len(read.table) * need.block_size], [read.table])
         options = PrefillOptions(queries.shape[-1] ** -0.5)
         if isinstance(need, LatentNeeds):
             attend_latent = kernel.latent if kernel else prefill.latent_twin
@@ -320,21 +325,16 @@ def _by_prefill(kernel: PagedPrefill | None) -> _Attend:
 def _by_decode(kernel: PagedDecode) -> _Attend:
     """Each query as a row with a block table of its own."""
 
-    def attend(
-        queries: mx.array,
-        pools: tuple[mx.array, ...],
-        table: list[int],
-        need: AttentionNeeds | LatentNeeds,
-        after: mx.array | None,
-    ) -> mx.array:
+    def attend(read: _Read) -> mx.array:
+        queries, pools, table, need = read.queries, read.pools, read.table, read.need
         num_rows, scale = len(queries), queries.shape[-1] ** -0.5
         last, num_kv_heads = len(table) * need.block_size, _stored(need)[0]
         ranges = seen_ranges(np.arange(last - num_rows, last) + 1)
         plan = plan_decode(np.array([table] * num_rows, np.int32), ranges, num_kv_heads)
         by_row = queries[:, :, None]
         if isinstance(need, LatentNeeds):
-            return kernel.attend_latent(by_row, pools[0], need.latent_dim, plan, scale, after=after)[:, :, 0]
-        return kernel.attend(by_row, pools[0], pools[1], plan, num_kv_heads, scale, after=after)[:, :, 0]
+            return kernel.attend_latent(by_row, pools[0], need.latent_dim, plan, scale, after=read.after)[:, :, 0]
+        return kernel.attend(by_row, pools[0], pools[1], plan, num_kv_heads, scale, after=read.after)[:, :, 0]
 
     return attend
 

@@ -1,4 +1,4 @@
-"""MSL that attention kernels share: how the elements of a slot are read, plain or packed."""
+"""MSL that attention kernels share: how elements of a slot are read, plain or packed; whose rows a prefill tile has."""
 
 HEADER = r"""
 // Arrays live in registers only if every index is known.
@@ -41,6 +41,26 @@ METAL_FUNC vec<T, V> read_slot(
   }
   return read;
 }
+"""
+
+# Of a threadgroup that takes one tile of a prefill's rows (`PrefillRows.tiles`) for one KV head.
+TILE = r"""
+  const int kv_head = threadgroup_position_in_grid.y;
+  const int num_kv_heads = threadgroups_per_grid.y;
+  const int shared_heads = ints[0];
+  const int window = ints[1];
+  const int chunk = ints[2];
+  const device int* tile = tiles + threadgroup_position_in_grid.x * 8;
+  const device int* table = block_tables + int64_t(tile[0]) * block_tables_shape[1];
+  const int first_row = tile[1];
+  const int num_rows = tile[3] * shared_heads;
+  const int start = tile[4] - tile[3];
+  const int begin = cidery_first_seen(start + first_row / shared_heads, window, chunk);
+  const int last = start + (metal::min(first_row + ROWS, num_rows) - 1) / shared_heads;
+
+  // A lane holds two neighbouring columns of one row of an 8x8 matrix.
+  const int matrix_row = ((lane / 4) & 4) + (lane / 2) % 4;
+  const int column = ((lane / 4) & 2) * 2 + lane % 2 * 2;
 """
 
 

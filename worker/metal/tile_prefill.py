@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from worker.metal import slot_source
 from worker.metal.prefill_rows import FIRST_SEEN
-from worker.metal.slot_source import pool_names
+from worker.metal.slot_source import TILE, pool_names
 
 MAX_HEAD_DIM = 128
 _SIMDGROUPS = 4
@@ -22,7 +22,6 @@ HEADER = (
     slot_source.HEADER
     + FIRST_SEEN
     + r"""
-
 // Keys [first, last] of a tile that begins at `start`; zeros for the others, whose slots may belong to nobody.
 template <typename T, int D, int BS, int BK, int LD, int THREADS, int BITS, int GROUP, typename... Pool>
 METAL_FUNC void cidery_stage(
@@ -54,7 +53,8 @@ METAL_FUNC float cidery_row_sum(float x) {
 )
 
 # Scores are in log2. -1e30 stands for minus infinity: `fast::exp2` promises nothing for infinities.
-_SOURCE = r"""
+_SOURCE = (
+    r"""
   constexpr int LD = D + 16 / sizeof(T);  // rows of a staged tile start in different banks
   constexpr int ROWS = NSG * 8;
   constexpr int THREADS = NSG * 32;
@@ -62,28 +62,15 @@ _SOURCE = r"""
   const int id = thread_index_in_threadgroup;
   const int lane = thread_index_in_simdgroup;
   const int strip = simdgroup_index_in_threadgroup;
-  const int kv_head = threadgroup_position_in_grid.y;
-  const int num_kv_heads = threadgroups_per_grid.y;
-  const int shared_heads = ints[0];
-  const int window = ints[1];
-  const int chunk = ints[2];
-  const device int* tile = tiles + threadgroup_position_in_grid.x * 8;
-  const device int* table = block_tables + int64_t(tile[0]) * block_tables_shape[1];
-  const int first_row = tile[1];
-  const int num_rows = tile[3] * shared_heads;
-  const int start = tile[4] - tile[3];
-
-  // A lane holds two neighbouring columns of one row of an 8x8 matrix.
-  const int matrix_row = ((lane / 4) & 4) + (lane / 2) % 4;
-  const int column = ((lane / 4) & 2) * 2 + lane % 2 * 2;
+"""
+    + TILE
+    + r"""
   const int row = first_row + strip * 8 + matrix_row;
   const bool is_row = row < num_rows;
   const int head = kv_head * shared_heads + row % shared_heads;
   const int64_t token = tile[2] + row / shared_heads;
   const int position = start + row / shared_heads;
   const int oldest = cidery_first_seen(position, window, chunk);
-  const int begin = cidery_first_seen(start + first_row / shared_heads, window, chunk);
-  const int last = start + (metal::min(first_row + ROWS, num_rows) - 1) / shared_heads;
 
   threadgroup metal::vec<T, 4> staged[2 * BK * LD / 4];
   threadgroup T* keys = (threadgroup T*)staged;
@@ -185,6 +172,7 @@ _SOURCE = r"""
     }
   }
 """
+)
 
 
 def source(*, is_packed: bool) -> str:

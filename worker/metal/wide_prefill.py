@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from worker.metal import slot_source
 from worker.metal.prefill_rows import FIRST_SEEN
-from worker.metal.slot_source import pool_names
+from worker.metal.slot_source import TILE, pool_names
 
 MAX_HEAD_DIM = 640
 MAX_VALUE_DIM = 512
@@ -61,7 +61,8 @@ METAL_FUNC int64_t cidery_slot(const device int* table, int at, int first, int l
 )
 
 # Scores are in log2. -1e30 stands for minus infinity: `fast::exp2` promises nothing for infinities.
-_SOURCE = r"""
+_SOURCE = (
+    r"""
   constexpr float LOWEST = -1e30f;
   constexpr int SLICES = NSG / PARTS;  // simdgroups with the same elements take the keys of a tile in turns
   constexpr int KJ = ((D + 31) / 32 + PARTS - 1) / PARTS;
@@ -75,23 +76,9 @@ _SOURCE = r"""
   const int simdgroup = simdgroup_index_in_threadgroup;
   const int part = simdgroup % PARTS;
   const int slice = simdgroup / PARTS;
-  const int kv_head = threadgroup_position_in_grid.y;
-  const int num_kv_heads = threadgroups_per_grid.y;
-  const int shared_heads = ints[0];
-  const int window = ints[1];
-  const int chunk = ints[2];
-  const device int* tile = tiles + threadgroup_position_in_grid.x * 8;
-  const device int* table = block_tables + int64_t(tile[0]) * block_tables_shape[1];
-  const int first_row = tile[1];
-  const int num_rows = tile[3] * shared_heads;
-  const int start = tile[4] - tile[3];
-  const int begin = cidery_first_seen(start + first_row / shared_heads, window, chunk);
-  const int last = start + (metal::min(first_row + ROWS, num_rows) - 1) / shared_heads;
-
-  // A lane holds two neighbouring columns of one row of an 8x8 matrix.
-  const int matrix_row = ((lane / 4) & 4) + (lane / 2) % 4;
-  const int column = ((lane / 4) & 2) * 2 + lane % 2 * 2;
-
+"""
+    + TILE
+    + r"""
   // LANES lanes for the softmax of a row.
   const bool is_softmax = id < ROWS * LANES;
   const int own_row = id / LANES;
@@ -265,6 +252,7 @@ _SOURCE = r"""
     }
   }
 """
+)
 
 _VALUES = r"""
       const int at = from + g * 8 + column;
