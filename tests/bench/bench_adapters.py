@@ -10,22 +10,19 @@ Rank 8 on every linear layer; random float32 weights: speed doesn't ask what the
 """
 
 import argparse
-import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import serve_report
+from tests.bench import sides
 from tests.bench.bench_engine import KINDS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # Case -> how many adapters are loaded, and how many the requests are spread over (0: they use none).
 CASES = {"no adapter": (0, 0), "base beside 4": (4, 0), "1 adapter": (1, 1), "4 adapters": (4, 4), "8 adapters": (8, 8)}
 SIDES = ("cidery", "mlx-lm")
@@ -45,44 +42,23 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        _child(options.side, options.kinds[0], options.requests)
+        sides.begin_side()
+        sides.tell(_measured(options.side, options.kinds[0], options.requests))
         return
     best: dict[tuple[str, str, str], Row] = {}
     for _ in range(options.rounds):
         for kind in options.kinds:
             for side in SIDES:
-                for row in _run_child(side, kind, options.requests):
+                arguments = ["--kinds", kind, "--requests", str(options.requests)]
+                for row in sides.run_side("bench_adapters", side, arguments):
                     key = (kind, side, row["case"])
                     known = best.get(key, row)
                     best[key] = row if row["tokens_per_cpu_s"] >= known["tokens_per_cpu_s"] else known
-    commit, is_dirty = serve_report.commit(REPOSITORY)
-    report = {
-        "benchmark": "adapters",
-        "commit": commit,
-        "dirty": is_dirty,
-        "seed": 0,
-        "requests": options.requests,
-        "rounds": options.rounds,
-        "machine": serve_report.machine(),
-        "rows": list(best.values()),
-    }
-    sys.stdout.write(json.dumps(report) + "\n")
+    sides.print_report("adapters", list(best.values()), requests=options.requests, rounds=options.rounds)
     _show(best, options.kinds)
 
 
-def _run_child(side: str, kind: str, num_requests: int) -> list[Row]:
-    command = [sys.executable, "-m", "tests.bench.bench_adapters", "--side", side, "--kinds", kind]
-    child = subprocess.run(
-        [*command, "--requests", str(num_requests)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return [json.loads(line) for line in child.stdout.splitlines()]
-
-
-def _child(side: str, kind: str, num_requests: int) -> None:
-    from worker import blas
-
-    # Before MLX.
-    blas.load()
+def _measured(side: str, kind: str, num_requests: int) -> Iterator[Row]:
     from tests.bench.engine_sides import make_model
     from tests.worker.adapter_folders import write_adapter
     from worker import machine
@@ -98,8 +74,7 @@ def _child(side: str, kind: str, num_requests: int) -> None:
             run = _cidery if side == "cidery" else _mlx_lm
             seconds, cpu_s, num_tokens = run(kind, folders[:num_loaded], num_used, prompts)
             row = {"tokens_per_s": num_tokens / seconds, "tokens_per_cpu_s": num_tokens / cpu_s}
-            sys.stdout.write(json.dumps({"kind": kind, "side": side, "case": case} | row) + "\n")
-            sys.stdout.flush()
+            yield {"kind": kind, "side": side, "case": case} | row
 
 
 def _cidery(kind: str, folders: list[Path], num_used: int, prompts: list[list[int]]) -> tuple[float, float, int]:

@@ -12,18 +12,13 @@ of all are compared with those of one text at a time. Random float32 weights: sp
 """
 
 import argparse
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import serve_report
+from tests.bench import sides
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 KIND_NAMES = ("full", "window", "delta", "mamba2", "moe")
 SIDES = ("cidery", "mlx-lm")
 # Name -> the least and the most tokens of a text.
@@ -45,31 +40,15 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        from worker import blas
-
-        # Before MLX.
-        blas.load()
+        sides.begin_side()
         from tests.bench import embeddings_sides
 
-        for row in embeddings_sides.measure(options):
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+        sides.tell(embeddings_sides.measure(options))
         return
     rows = _compare(options)
-    commit, is_dirty = serve_report.commit(REPOSITORY)
-    report = {
-        "benchmark": "embeddings",
-        "commit": commit,
-        "dirty": is_dirty,
-        "seed": 0,
-        "rounds": options.rounds,
-        "texts": options.texts,
-        "padded": options.padded,
-        "machine": serve_report.machine(),
-        "same_vectors": all(row["error"] <= _TOLERANCE for row in rows),
-        "rows": rows,
-    }
-    sys.stdout.write(json.dumps(report) + "\n")
+    same_vectors = all(row["error"] <= _TOLERANCE for row in rows)
+    about = {"rounds": options.rounds, "texts": options.texts, "padded": options.padded}
+    sides.print_report("embeddings", rows, same_vectors=same_vectors, **about)
     _show(rows)
 
 
@@ -80,16 +59,7 @@ def _compare(options: argparse.Namespace) -> list[Row]:
     for _ in range(options.rounds):
         for kind in options.kinds:
             for side in SIDES:
-                command = [
-                    sys.executable,
-                    "-m",
-                    "tests.bench.bench_embeddings",
-                    "--side",
-                    side,
-                    *_arguments(options, kind),
-                ]
-                child = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
-                for row in map(json.loads, child.stdout.splitlines()):
+                for row in sides.run_side("bench_embeddings", side, _arguments(options, kind)):
                     key = (kind, row["lengths"], row["how"])
                     vectors[key] = row.pop("vectors")
                     known = best.setdefault(key, {"kind": kind} | row)

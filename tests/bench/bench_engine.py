@@ -10,19 +10,14 @@ Models have 30 to 41 million random float32 weights: speed doesn't ask what they
 """
 
 import argparse
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import serve_report
+from tests.bench import sides
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SIDES = ("cidery", "mlx-lm")
 _WIDTHS: dict[str, Any] = {
     "hidden_size": 512,
@@ -118,30 +113,17 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        from worker import blas
-
-        # Before MLX.
-        blas.load()
+        sides.begin_side()
         from tests.bench import engine_sides
 
-        for kind in options.kinds:
-            for name in options.workloads:
-                row = engine_sides.measure(options.side, KINDS[kind], WORKLOADS[name])
-                sys.stdout.write(json.dumps({"kind": kind, "workload": name} | row) + "\n")
-                sys.stdout.flush()
+        sides.tell(
+            {"kind": kind, "workload": name} | engine_sides.measure(options.side, KINDS[kind], WORKLOADS[name])
+            for kind in options.kinds
+            for name in options.workloads
+        )
         return
     rows = _compare(options.kinds, options.workloads, options.rounds)
-    commit, is_dirty = serve_report.commit(REPOSITORY)
-    report = {
-        "benchmark": "engine",
-        "commit": commit,
-        "dirty": is_dirty,
-        "seed": 0,
-        "rounds": options.rounds,
-        "machine": serve_report.machine(),
-        "rows": rows,
-    }
-    sys.stdout.write(json.dumps(report) + "\n")
+    sides.print_report("engine", rows, rounds=options.rounds)
     _show(rows)
 
 
@@ -151,7 +133,7 @@ def _compare(kinds: list[str], workloads: list[str], rounds: int) -> list[Row]:
     for _ in range(rounds):
         for kind in kinds:
             for side in SIDES:
-                for row in _run_child(side, kind, workloads):
+                for row in sides.run_side("bench_engine", side, ["--kinds", kind, "--workloads", *workloads]):
                     key = (kind, row["workload"], side)
                     best[key] = _better(best.get(key), row | {"side": side})
     return list(best.values())
@@ -162,14 +144,6 @@ def _better(known: Row | None, row: Row) -> Row:
         return row
     most = {name: max(known[name], row[name]) for name in ("tokens_per_s", "tokens_per_cpu_s", "joins_per_s")}
     return known | most | {"gap_p99_ms": min(known["gap_p99_ms"], row["gap_p99_ms"])}
-
-
-def _run_child(side: str, kind: str, workloads: list[str]) -> list[Row]:
-    command = [sys.executable, "-m", "tests.bench.bench_engine", "--side", side, "--kinds", kind]
-    child = subprocess.run(
-        [*command, "--workloads", *workloads], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return [json.loads(line) for line in child.stdout.splitlines()]
 
 
 def _show(rows: list[Row]) -> None:

@@ -14,18 +14,14 @@ modes are compared with mlx-lm's.
 """
 
 import argparse
-import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import serve_report
+from tests.bench import sides
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MODES = ("off", "ngram", "draft", "auto")
 SIDES = ("cidery", "mlx-lm")
 TEXTS = ("copy", "unrelated")
@@ -46,29 +42,14 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        from worker import blas
-
-        # Before MLX.
-        blas.load()
+        sides.begin_side()
         from tests.bench import speculation_sides
 
-        for row in speculation_sides.measure(options):
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+        sides.tell(speculation_sides.measure(options))
         return
     rows = _compare(sys.argv[1:], options.rounds)
-    commit, is_dirty = serve_report.commit(REPOSITORY)
-    report = {
-        "benchmark": "speculation",
-        "commit": commit,
-        "dirty": is_dirty,
-        "seed": 0,
-        "rounds": options.rounds,
-        "machine": serve_report.machine(),
-        "same_tokens_as_mlx_lm": _same_tokens(rows),
-        "rows": [{name: value for name, value in row.items() if name != "tokens"} for row in rows],
-    }
-    sys.stdout.write(json.dumps(report) + "\n")
+    told = [{name: value for name, value in row.items() if name != "tokens"} for row in rows]
+    sides.print_report("speculation", told, rounds=options.rounds, same_tokens_as_mlx_lm=_same_tokens(rows))
     _show(rows)
 
 
@@ -77,9 +58,7 @@ def _compare(arguments: list[str], rounds: int) -> list[Row]:
     best: dict[tuple[Any, ...], Row] = {}
     for _ in range(rounds):
         for side in SIDES:
-            command = [sys.executable, "-m", "tests.bench.bench_speculation", "--side", side, *arguments]
-            child = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
-            for row in map(json.loads, child.stdout.splitlines()):
+            for row in sides.run_side("bench_speculation", side, arguments):
                 key = _case(row | {"side": side})
                 known = best.setdefault(key, {"side": side} | row)
                 for name in ("tokens_per_s", "tokens_per_cpu_s"):
