@@ -46,14 +46,14 @@ class PlansInFlight:
         """Whether a plan allows drafts, so that nobody knows how far it will get."""
         return any(any(plan.max_drafts.values()) for plan in self._plans)
 
-    def push(self, plan: StepPlan, checkpoints: tuple[Checkpoint, ...]) -> None:
-        """The plan goes to the worker."""
+    def push(self, plan: StepPlan, checkpoints: tuple[Checkpoint, ...], num_prefill_tokens: int) -> None:
+        """The plan goes to the worker; so many of its tokens are of prompts."""
         self.next_step_id += 1
         self._plans.append(
             PlanInFlight(
                 plan.step_id,
                 num_tokens=sum(s.num_tokens for s in plan.slices),
-                num_prefill_tokens=sum(s.num_tokens for s in plan.slices if s.num_tokens > 1),
+                num_prefill_tokens=num_prefill_tokens,
                 ends={s.seq_id: s.start + s.num_tokens for s in plan.slices if not s.samples},
                 max_drafts={s.seq_id: s.max_drafts for s in plan.slices if s.samples},
                 checkpoints=checkpoints,

@@ -100,7 +100,7 @@ class Scheduler:
             return None
         step.edits = [edit for edit in self._edits if edit.seq_id not in self._roster.released_seq_ids]
         plan = step.finish(self._roster.released_seq_ids)
-        self._in_flight.push(plan, tuple(step.checkpoints))
+        self._in_flight.push(plan, tuple(step.checkpoints), step.num_prefill_tokens)
         self._roster.released_seq_ids.clear()
         self._edits.clear()
         self._resizes.clear()
