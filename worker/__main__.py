@@ -28,7 +28,7 @@ def main() -> int:
     """Run the process; returns its exit status."""
     config = _parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    blas.load(config.num_threads)
+    blas.load(num_threads=None)
     if sys.platform == "darwin":
         # MLX commits its command buffer when the buffers named in it exceed this; a KV pool would at every layer.
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
@@ -48,7 +48,6 @@ def _parse() -> WorkerConfig:
     parser.add_argument("--max-num-seqs", type=int, help="sequences of the largest step, which is measured if given")
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of the largest step")
     parser.add_argument("--max-model-len", type=int, help="the longest context that will be asked for")
-    parser.add_argument("--threads", dest="num_threads", type=int, default=1, help="threads of CPU matrix products")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answer to --prompt; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="upper bound of the answer to --prompt")
     parser.add_argument("--num-speculative-tokens", type=int, default=0, help="tokens that a sequence may guess a step")

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 # The wheel prefixes every symbol so that it never collides with another BLAS; MLX looks for the plain names.
 _PREFIX = "scipy_"
 _DYNSYM = 11
+# OpenBLAS's threads spin for 2 to this many cycles after a product and then sleep: some microseconds. By default it is
+# some hundredths of a second, in which nobody else has the core.
+SPIN_BITS = "16"
 _SYSTEM_LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0",
     "/usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -38,11 +41,11 @@ class BlasError(Exception):
 
 
 @functools.cache
-def load(num_threads: int = 1) -> Path | None:
+def load(num_threads: int | None = 1) -> Path | None:
     """Load OpenBLAS for the whole process and return its file, or None where MLX brings its own or none was found.
 
-    One thread is the default: the matrices of a decode step are too small to share, and OpenBLAS's threads spin while
-    they wait. OPENBLAS_NUM_THREADS in the environment wins, and so does the first call.
+    `num_threads` is how many `use_threads` may ask for later on, and in use until then; None: as many as the process
+    has cores. OPENBLAS_NUM_THREADS in the environment wins, and so does the first call.
     """
     if sys.platform != "linux":
         return None
@@ -54,9 +57,24 @@ def load(num_threads: int = 1) -> Path | None:
     if "mlx.core" in sys.modules and not _is_loaded():
         logger.warning("slow CPU inference: mlx was imported before the fast BLAS could be loaded")
         return None
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(num_threads))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(num_threads or len(os.sched_getaffinity(0))))
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", SPIN_BITS)
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    most_threads()
     return path
+
+
+@functools.cache
+def most_threads() -> int:
+    """Threads that `use_threads` may ask for: what OpenBLAS began with. 1 where there is no OpenBLAS to be asked."""
+    return int(ctypes.CDLL(None).openblas_get_num_threads()) if _is_loaded() else 1
+
+
+def use_threads(num_threads: int) -> None:
+    """Products that begin from now on run in so many threads; none may be running."""
+    if not 1 <= num_threads <= most_threads():
+        raise ValueError(f"num_threads is {num_threads}; it must be from 1 to {most_threads()}")
+    ctypes.CDLL(None).openblas_set_num_threads(num_threads)
 
 
 def library_path() -> Path:

@@ -12,9 +12,9 @@ class WorkerConfig:
     `model` is a directory or a hub id. `dtype` "auto" is float32 on a CPU and the model's own type on Metal.
     `max_num_seqs` and `max_num_batched_tokens` say how large steps will be, if that is known: then the largest is
     measured. `kv_bits` and `kv_group_size` as of `worker.kv_quantization`. `block_size` is what kernels are tested for.
-    `num_threads` is the number of threads of a CPU's matrix products. With `exits_with_stdin` the process ends when its
-    standard input does, which happens when the parent dies, however it dies. `max_tokens` and `temperature` belong to
-    `prompt`. A sequence may guess up to `num_speculative_tokens` a step, by a `draft_model` too if there is one.
+    With `exits_with_stdin` the process ends when its standard input does, which happens when the parent dies, however
+    it dies. `max_tokens` and `temperature` belong to `prompt`. A sequence may guess up to `num_speculative_tokens` a
+    step, by a `draft_model` too if there is one.
     """
 
     model: str
@@ -26,7 +26,6 @@ class WorkerConfig:
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     block_size: int = 16
-    num_threads: int = 1
     exits_with_stdin: bool = False
     prompt: str | None = None
     max_tokens: int = 256
@@ -39,8 +38,6 @@ class WorkerConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.kv_group_size is not None and self.kv_bits is None:
             raise ValueError(f"kv_group_size is {self.kv_group_size}, which needs kv_bits")
-        if self.num_threads < 1:
-            raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if self.num_speculative_tokens < 0:

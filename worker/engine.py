@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from cluster.kv.hashing import BlockHash
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import description, mixers, models, reading
+from worker import blas, description, mixers, models, reading
 from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
@@ -24,6 +24,7 @@ from worker.kv_tensors import KVTensors
 from worker.metal.dispatch import Kernels
 from worker.models import Layout, LoadedModel
 from worker.plan_blocks import PlanBlocks
+from worker.product_threads import ProductThreads
 from worker.row_rules import make_rules
 from worker.running_step import RunningStep
 from worker.sequences import SequenceState, TableLayout
@@ -53,6 +54,7 @@ class Engine:
         self._memory_limit_bytes = memory_limit_bytes
         self._grammars = grammars
         self._speculation = speculation or Speculation()
+        self._product_threads = ProductThreads(blas.most_threads(), blas.use_threads)
         self._step = Step(kernels)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
@@ -209,6 +211,7 @@ class Engine:
         self._launched_s = time.perf_counter()
         step.fill_in()
         step.make_draw(self._grammars)
+        self._product_threads.begin(step.num_rows)
         self._configured().start(*step.outputs())
         self._running = step
         step.await_tokens()
@@ -216,6 +219,7 @@ class Engine:
     def _finish(self, step: RunningStep) -> pb.StepResult:
         tensors, result = self._configured(), step.result
         tensors.finish()
+        self._product_threads.ended(time.perf_counter() - self._launched_s)
         wrong = step.report()
         # Of another step nothing is to be settled, but the next one may have been built, and have drafts.
         if step.has_drafts:

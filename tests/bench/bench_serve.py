@@ -180,7 +180,7 @@ def _products_s(row: Row, setting: Setting) -> float:
     """The least that matrix products alone take for what the row counts."""
     num_output = row["output_tokens_per_s"] * row["wall_s"]
     num_prompt = row["prompt_tokens_per_s"] * row["wall_s"] * (1 - row["cached_share"])
-    environment = serve_servers.peer_environment(setting)
+    environment = serve_servers.peer_environment(setting, serve_servers.num_cores())
     return round(
         serve_products.least_wall_s(setting.model_folder, row["clients"], num_prompt, num_output, environment), 2
     )
@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 model_folder=folder,
                 log_folder=Path(scratch),
                 blas=library,
-                blas_threads=options.blas_threads,
+                peer_threads=options.peer_threads,
                 kv_cache_memory=options.kv_cache_memory,
                 peer_compiles=options.peer_compile == "on",
             )
@@ -221,7 +221,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             models[name] = {"parameters": num_parameters} | notes
     ratios = serve_report.ratios(rows)
     return result | {
-        "blas": {"library": library.name if library else None, "threads": options.blas_threads},
+        "blas": {"library": library.name if library else None, "peer_threads": options.peer_threads},
         "peer": {"options": " ".join(serve_servers.PEER_OPTIONS), "compile": options.peer_compile},
         "models": models,
         "duration_s": round(time.monotonic() - started_s, 1),
@@ -277,7 +277,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--scenarios", type=listed(str, SCENARIOS), default=list(SCENARIOS), help="a,b")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and of the random model")
     parser.add_argument("--json-out", type=Path, help="write the JSON line to this file too")
-    parser.add_argument("--blas-threads", type=int, default=1, help="OPENBLAS_NUM_THREADS of both servers")
+    parser.add_argument("--peer-threads", type=int, default=1, help="OPENBLAS_NUM_THREADS of mlx_lm.server")
     parser.add_argument("--peer-compile", choices=("on", "off"), default="on", help="mx.compile in mlx_lm.server")
     parser.add_argument("--kv-cache-memory", default="1GiB", help="Cidery's KV cache")
     bundled = REPOSITORY / "cluster" / "bundled" / "cidery-tiny"

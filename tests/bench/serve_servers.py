@@ -14,6 +14,8 @@ from typing import Self
 
 import psutil
 
+from worker import blas
+
 READY_TIMEOUT_S = 180.0
 STOP_GRACE_S = 20.0
 
@@ -35,7 +37,7 @@ class Setting:
     model_folder: Path
     log_folder: Path
     blas: Path | None
-    blas_threads: int
+    peer_threads: int
     kv_cache_memory: str
     peer_compiles: bool
 
@@ -144,7 +146,12 @@ def cidery(setting: Setting) -> Server:
         *("--dtype", "float32", "--kv-cache-memory", setting.kv_cache_memory),
     ]
     log = setting.log_folder / f"cidery-{setting.model_folder.name}.log"
-    return Server("cidery", "bench", port, command, _environment(setting), log)
+    return Server("cidery", "bench", port, command, _environment(num_cores()), log)
+
+
+def num_cores() -> int:
+    """Of this process."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def peer(setting: Setting) -> Server:
@@ -158,9 +165,9 @@ def peer(setting: Setting) -> Server:
     return Server("mlx_lm", "default_model", port, command, peer_environment(setting), log)
 
 
-def peer_environment(setting: Setting) -> dict[str, str]:
-    """Of whatever is no worker of Cidery's and is to have the same BLAS."""
-    environment = _environment(setting)
+def peer_environment(setting: Setting, num_threads: int | None = None) -> dict[str, str]:
+    """Of whatever is no worker of Cidery's and is to have the same BLAS, in so many threads or as many as the peer."""
+    environment = _environment(num_threads or setting.peer_threads)
     if setting.blas is not None:
         environment["LD_PRELOAD"] = str(setting.blas)
     if not setting.peer_compiles:
@@ -168,8 +175,14 @@ def peer_environment(setting: Setting) -> dict[str, str]:
     return environment
 
 
-def _environment(setting: Setting) -> dict[str, str]:
-    return {"OPENBLAS_NUM_THREADS": str(setting.blas_threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def _environment(num_threads: int) -> dict[str, str]:
+    """Neither server's threads spin longer than Cidery's would."""
+    return {
+        "OPENBLAS_NUM_THREADS": str(num_threads),
+        "OPENBLAS_THREAD_TIMEOUT": blas.SPIN_BITS,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def _free_port() -> int:

@@ -22,8 +22,8 @@ def run_side(benchmark: str, side: str, arguments: Sequence[str]) -> list[Row]:
 
 
 def begin_side() -> None:
-    """In the child, before MLX is imported: both sides have the same BLAS."""
-    blas.load()
+    """In the child, before MLX is imported: both sides have the same BLAS, and as many threads as there are cores."""
+    blas.load(num_threads=None)
 
 
 def tell(rows: Iterable[Row]) -> None:
