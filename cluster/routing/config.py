@@ -27,10 +27,9 @@ class RoutingConfig:
     # Conversations silent for longer don't count as hot.
     hot_horizon_s: float = 600.0
     # Weights of seconds that others lose, or that are lost later, against those until the request's own first token.
-    # Of each second of prefill: what it always costs those who come later, what it costs them where a Mac has been
-    # busy, and where what it pushes out is hot.
-    work_weight: float = 0.1
-    crowd_weight: float = 0.5
+    # Of each second of prefill: what it costs those who come later where a Mac has been busy, and where what it pushes
+    # out is hot.
+    crowd_weight: float = 0.35
     pressure_weight: float = 0.05
     # Of each second that is waited for a prompt under way to compute what is shared with it: 1 keeps siblings together
     # until the rest of the queue costs more than prefilling again, 0 sends them where their first tokens come soonest.
@@ -50,7 +49,7 @@ class RoutingConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in (
             *("expected_output_tokens", "max_waiting"),
-            *("work_weight", "crowd_weight", "pressure_weight", "stall_weight", "decode_weight"),
+            *("crowd_weight", "pressure_weight", "stall_weight", "decode_weight"),
             "sibling_weight",
         ):
             if not getattr(self, name) >= 0:

@@ -205,7 +205,7 @@ def _pressure(config: RoutingConfig, recent_work_s: float, hot_share: float) -> 
     """What a second of work costs those who come later, by how busy the Mac was of late and how full of wanted KV."""
     busy = min(_MOST_BUSY, recent_work_s / _BUSY_S)
     crowd = busy / (1.0 - busy)
-    return config.work_weight + config.crowd_weight * crowd + config.pressure_weight * min(1.0, hot_share)
+    return config.crowd_weight * crowd + config.pressure_weight * min(1.0, hot_share)
 
 
 def prefill_s(standing: Standing, num_matched: int, num_tokens: int) -> float:

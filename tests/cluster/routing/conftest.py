@@ -21,9 +21,7 @@ ROOT = root_hash(model=MODEL, tokenizer="t", kv_format="f16", block_size=BLOCK_S
 FULL = (KVGroup(0, 0, FullAttentionSpec(1, 8), (0, 1), 4096),)
 # Every Mac is told by `Fleet.add` to prefill 1,000 tokens a second at any context and to decode for nothing: each
 # predicted second below can be worked out in the head.
-PLAIN = RoutingConfig(
-    lease_s=60.0, work_weight=0.0, crowd_weight=0.0, pressure_weight=0.0, stall_weight=0.0, decode_weight=0.0
-)
+PLAIN = RoutingConfig(lease_s=60.0, crowd_weight=0.0, pressure_weight=0.0, stall_weight=0.0, decode_weight=0.0)
 
 
 class Fleet:

@@ -14,7 +14,7 @@ from cluster.routing.speed import StepCosts
 # A step costs 10 ms, a prefill token 1 ms and 1 us more for each token before it, a row 2 ms and 1 us a token.
 COSTS = StepCosts(0.010, 0.001, 1e-6, 0.002, 1e-6)
 BOUNDS = MacBounds(max_num_seqs=4, max_num_batched_tokens=500, max_chunk_tokens=250, token_capacity=10_000)
-WEIGHTS = RoutingConfig(work_weight=0.0, crowd_weight=0.0, stall_weight=0.5, decode_weight=1.0, pressure_weight=1.0)
+WEIGHTS = RoutingConfig(crowd_weight=0.0, stall_weight=0.5, decode_weight=1.0, pressure_weight=1.0)
 
 
 FLAT = StepCosts(0.0, 0.001, 0.0, 0.0, 0.0)
@@ -150,11 +150,11 @@ class TestTerms:
         assert terms_of(mac, 0, 0, 500, 0.0).prefill_s == pytest.approx(500 * 0.002)
 
     def test_what_is_busy_costs_those_who_come_later(self) -> None:
-        config = RoutingConfig(work_weight=0.1, crowd_weight=0.5, pressure_weight=0.0)
+        config = RoutingConfig(crowd_weight=0.5, pressure_weight=0.0)
         idle, busy, full = (standing(config, recent_work_s=work_s).pressure for work_s in (0.0, 43.3, 10_000.0))
-        assert idle == pytest.approx(0.1)
-        assert busy == pytest.approx(0.1 + 0.5 * 1.0)
-        assert full == pytest.approx(0.1 + 0.5 * 0.85 / 0.15)
+        assert idle == 0.0
+        assert busy == pytest.approx(0.5 * 1.0)
+        assert full == pytest.approx(0.5 * 0.85 / 0.15)
 
     def test_rows_that_end_before_a_long_prompt_are_held_up_no_longer(self) -> None:
         """50 tokens are left to each of two rows, so 50 steps of 250 tokens."""
