@@ -179,15 +179,18 @@ class LoadBook:
         """How many blocks of a prompt others there share and have yet to compute. O(prompts under way there).
 
         Only where one has not passed the place at which they part will it keep there what only lives at places (a
-        state, a window), or where it stops anyway; what it has kept before, its Mac has told.
+        state, a window), or where it stops anyway, its own end above all; what it has kept before, its Mac has told.
         """
         most = 0
         for booking in self._prefilling[slot].values():
             if booking.pending is not None and booking.block_hashes[0] == hashes[0]:
                 high = min(len(booking.block_hashes), len(hashes))
                 depth = num_common(booking.block_hashes, hashes, 1, high)
+                end = (booking.num_tokens - 1) // block_size
                 if depth * block_size > booking.num_done_tokens + booking.num_ahead_tokens:
                     most = max(most, depth)
+                elif depth >= end:
+                    most = max(most, end)
                 elif depth >= booking.stop_depth >= booking.num_done_tokens // block_size:
                     most = max(most, booking.stop_depth)
         return most

@@ -230,7 +230,8 @@ class ModelFleet:
                 else 0.0,
                 factor=member.correction.factor,
                 num_held_tokens=view.num_held[slot],
-                num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_chunk_tokens + self.block_size,
+                # What is less than a block is not announced.
+                num_ahead_tokens=_PLANS_IN_FLIGHT * member.info.max_chunk_tokens + self.block_size - 1,
                 stop_depth=parting(trace.match, slot) if self._keeps_ends else 0,
             )
         )

@@ -140,6 +140,16 @@ def test_a_mac_is_further_than_it_has_announced(loads: LoadBook) -> None:
     assert loads.num_to_come(0, [*chain(3), *chain(2, 100)], 16) == 3
 
 
+def test_the_end_of_a_prompt_is_kept_however_far_its_mac_may_be(loads: LoadBook) -> None:
+    """Whoever asks the same again, or goes on from there, finds it; the last token of the same prompt runs anew."""
+    loads.book(Booking("a", 0, chain(10), 165, 0, 9.0, num_ahead_tokens=1_000))
+    assert loads.num_to_come(0, chain(10), 16) == 10
+    assert loads.num_to_come(0, [*chain(10), *chain(3, 100)], 16) == 10
+    assert loads.num_to_come(0, [*chain(9), *chain(3, 100)], 16) == 0, "they part before it"
+    loads.book(Booking("a", 0, chain(10), 160, 0, 9.0, num_ahead_tokens=1_000))
+    assert loads.num_to_come(0, [*chain(10), *chain(3, 100)], 16) == 9
+
+
 def test_a_prompt_that_stops_anyway_is_worth_waiting_for_there(loads: LoadBook) -> None:
     """The content of four blocks was there, but nothing to go on from: it is computed again, and a state kept then."""
     loads.book(Booking("a", 0, chain(10), 160, 32, 9.0, num_ahead_tokens=64, stop_depth=4))
