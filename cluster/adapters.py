@@ -115,14 +115,25 @@ class FleetAdapters:
         """Those of the Macs that can't run requests with an adapter now."""
         return frozenset(mac for mac in macs if digest not in self._ready(mac))
 
+    def may_be_ready_soon(self, digest: str, macs: Iterable[str]) -> bool:
+        """Whether it is wanted, and one of the Macs has yet to load it or to tell what it has loaded."""
+        if all(spec.digest != digest for spec in self.wanted.specs):
+            return False
+        settled = (AdapterState.READY, AdapterState.FAILED)
+        return any(
+            all(each.digest != digest or each.state not in settled for each in self._statuses(mac)) for mac in macs
+        )
+
     def view(self) -> AdapterView:
         """Everything."""
         statuses = {mac: report.statuses for mac, report in self._reports.items()}
         return AdapterView(self.wanted, statuses, {mac: report.version for mac, report in self._reports.items()})
 
+    def _statuses(self, mac: str) -> tuple[AdapterStatus, ...]:
+        return self._reports.get(mac, AdapterReport()).statuses
+
     def _ready(self, mac: str) -> set[str]:
-        statuses = self._reports.get(mac, AdapterReport()).statuses
-        return {each.digest for each in statuses if each.state is AdapterState.READY}
+        return {each.digest for each in self._statuses(mac) if each.state is AdapterState.READY}
 
     def _replace(self, specs: tuple[AdapterSpec, ...], now_ns: int) -> None:
         # A clock that jumped back must not make a list older than the one it replaces.

@@ -95,7 +95,7 @@ class RouterActor:
         self._router = Router(config)
         self._admission = Admission(self._router, config or RoutingConfig())
         # Callers of `route` whose requests wait.
-        self._waiting: dict[str, asyncio.Future[Decision]] = {}
+        self._waiting: dict[str, tuple[RouteQuery, asyncio.Future[Decision]]] = {}
         self._adapters = FleetAdapters()
         self._tokenizers: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
@@ -200,11 +200,11 @@ class RouterActor:
         try:
             decision = self._admission.submit(self._minding_adapter(query), time.monotonic())
         except RoutingError as error:
-            raise self._as_seen_outside(error, query.model) from error
+            raise self._as_seen_outside(error, query) from error
         if decision is not None:
             return decision
         waiting: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        self._waiting[query.request_id] = waiting
+        self._waiting[query.request_id] = query, waiting
         # Another may have been shed for it.
         self._dispatch()
         return await waiting
@@ -298,8 +298,8 @@ class RouterActor:
         return bool(differing)
 
     def _forget_caller(self, request_id: str) -> None:
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
+        if request_id in self._waiting:
+            _, waiting = self._waiting.pop(request_id)
             waiting.cancel()
 
     def _dispatch(self) -> None:
@@ -307,25 +307,26 @@ class RouterActor:
         if not self._waiting:
             return
         for outcome in self._admission.dispatch(time.monotonic()):
-            waiting = self._waiting.pop(outcome.request_id)
+            query, waiting = self._waiting.pop(outcome.request_id)
             if outcome.decision is not None:
                 waiting.set_result(outcome.decision)
             else:
                 assert outcome.error is not None
-                waiting.set_exception(self._as_seen_outside(outcome.error, outcome.model))
+                waiting.set_exception(self._as_seen_outside(outcome.error, query))
 
-    def _as_seen_outside(self, error: RoutingError, model: str) -> CideryError:
+    def _as_seen_outside(self, error: RoutingError, query: RouteQuery) -> CideryError:
         if isinstance(error, UnknownModel):
             return ModelNotFound(str(error))
         if isinstance(error, QueueFull | DeadlineUnmet):
             return Overloaded(str(error), error.retry_after_s)
         if isinstance(error, NoMacAvailable) and error.is_permanent:
             return RequestTooLong(str(error))
-        return (MacsAway if self._may_return(model) else NoMacReady)(str(error))
+        return (MacsAway if self._may_help_to_wait(query) else NoMacReady)(str(error))
 
-    def _may_return(self, model: str) -> bool:
-        """Whether a Mac of the model is only lost, so that waiting a little may help."""
-        return any(mac.info.model == model and mac.state is MacState.LOST for mac in self._router.fleet())
+    def _may_help_to_wait(self, query: RouteQuery) -> bool:
+        """Whether a Mac of the model is only lost, or has yet to load the adapter or to tell that it has."""
+        macs = self._router.models().get(query.model, {})
+        return MacState.LOST in macs.values() or self._adapters.may_be_ready_soon(query.adapter, macs)
 
     def _on_mac(self, action: Callable[[str], None], mac: str) -> None:
         try:

@@ -21,7 +21,6 @@ class Outcome:
     """What became of a request that waited: a decision, or the error with which it is refused."""
 
     request_id: str
-    model: str
     decision: Decision | None
     error: RoutingError | None
 
@@ -56,7 +55,7 @@ class Admission:
             error = QueueFull(query.model, len(room), max(_LEAST_RETRY_S, drain_s))
             if shed.query.request_id == query.request_id:
                 raise error
-            self._outcomes.append(Outcome(shed.query.request_id, query.model, None, error))
+            self._outcomes.append(Outcome(shed.query.request_id, None, error))
         return None
 
     def dispatch(self, now_s: float) -> tuple[Outcome, ...]:
@@ -65,7 +64,7 @@ class Admission:
             for late in room.expired(now_s):
                 assert late.query.deadline_s is not None
                 error = DeadlineUnmet(model, now_s - late.arrived_s, late.query.deadline_s)
-                self._outcomes.append(Outcome(late.query.request_id, model, None, error))
+                self._outcomes.append(Outcome(late.query.request_id, None, error))
             while room and self._dispatch_one(room, now_s):
                 pass
             if not room and model not in self._router.models():
@@ -97,12 +96,12 @@ class Admission:
             trace = self._router.plan(query, now_s)
         except RoutingError as error:
             room.remove(query.request_id)
-            self._outcomes.append(Outcome(query.request_id, query.model, None, error))
+            self._outcomes.append(Outcome(query.request_id, None, error))
             return True
         if trace.backlog_s > self._config.max_backlog_s:
             return False
         room.take(entry, now_s)
-        self._outcomes.append(Outcome(query.request_id, query.model, self._router.book(query, trace, now_s), None))
+        self._outcomes.append(Outcome(query.request_id, self._router.book(query, trace, now_s), None))
         return True
 
 

@@ -72,6 +72,19 @@ def test_only_macs_that_have_it_ready_can_run_it():
     assert fleet.lacking("d1", ["a"]) == {"a"}
 
 
+def test_what_is_wanted_and_has_not_failed_may_be_ready_soon():
+    fleet = FleetAdapters()
+    assert not fleet.may_be_ready_soon("d1", ["a"])
+    fleet.add(spec(), 1)
+    assert fleet.may_be_ready_soon("d1", ["a"])
+    assert not fleet.may_be_ready_soon("d1", [])
+    fleet.report("a", AdapterReport(1, (status(state=AdapterState.FAILED), status("d2"))))
+    fleet.report("b", AdapterReport(1, (status(),)))
+    assert not fleet.may_be_ready_soon("d1", ["a", "b"])
+    fleet.report("b", AdapterReport(1, (status(state=AdapterState.LOADING),)))
+    assert fleet.may_be_ready_soon("d1", ["a", "b"])
+
+
 class FleetMachine(RuleBasedStateMachine):
     """Macs that follow, lag, leave and come back; a router that forgets everything."""
 

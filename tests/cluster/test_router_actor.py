@@ -230,7 +230,7 @@ class TestAdapters:
         wanted = await actor.adapters()
         assert wanted.specs == (self.SPEC,)
         assert await actor.report(report()) is ReportAnswer.ADAPTERS
-        with pytest.raises(NoMacReady, match="a: has not loaded the adapter; b: has not loaded the adapter"):
+        with pytest.raises(MacsAway, match="a: has not loaded the adapter; b: has not loaded the adapter"):
             await actor.route(query(adapter="d1"))
         loading = self.reported(wanted.version, AdapterState.LOADING)
         assert await actor.report(report(adapters=loading)) is ReportAnswer.OK
@@ -244,11 +244,24 @@ class TestAdapters:
         with pytest.raises(NotFound):
             await actor.unload_adapter("pirate")
 
+    async def test_what_no_mac_could_load_is_not_waited_for(self, actor) -> None:
+        await ready(actor, "a")
+        await actor.load_adapter(self.SPEC)
+        wanted = await actor.adapters()
+        await actor.report(report(adapters=self.reported(wanted.version, AdapterState.FAILED)))
+        with pytest.raises(NoMacReady):
+            await actor.route(query(adapter="d1"))
+        with pytest.raises(NoMacReady):
+            await actor.route(query(adapter="unknown"))
+
     async def test_a_router_that_begins_anew_takes_the_list_of_a_mac(self, actor) -> None:
+        """Until the Mac has told that it has them loaded, requests for them wait."""
         brought = AdapterList(77, (self.SPEC,))
         info = info_of(new_kv())
         await actor.join(info, "digest", is_draining=False, cordon=None, adapters=brought)
         assert await actor.adapters() == brought
+        with pytest.raises(MacsAway):
+            await actor.route(query(adapter="d1"))
         await actor.leave("a", 1)
         assert (await actor.adapter_view()).by_mac == {}
 
