@@ -57,11 +57,16 @@ def load(num_threads: int | None = 1) -> Path | None:
     if "mlx.core" in sys.modules and not _is_loaded():
         logger.warning("slow CPU inference: mlx was imported before the fast BLAS could be loaded")
         return None
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(num_threads or len(os.sched_getaffinity(0))))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(num_threads or num_cores()))
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", SPIN_BITS)
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    most_threads()
+    most_threads()  # before anybody uses fewer
     return path
+
+
+def num_cores() -> int:
+    """Of this process, on Linux."""
+    return len(os.sched_getaffinity(0))
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def _exp2(exponents: mx.array) -> mx.array:
 
 
 def sigmoid(x: mx.array, **others: Any) -> mx.array:
-    """`mx.sigmoid`, which SiLU is made of; relative error 1e-6. What underflows becomes 2**-126."""
+    """`mx.sigmoid`, which SiLU is made of; as exact: relative error 1e-6 down to x = -16, 4e-6 at -86."""
     if x.dtype != mx.float32 or x.size < _MIN_SIGMOIDS:
         return _mlx_sigmoid(x, **others)
     num_chunks = -(-x.size // _CHUNK)

@@ -140,7 +140,7 @@ def standing_of(
     row_s = costs.step_s + costs.row_s * (num_others + 1) + costs.row_context_s * decode_context_tokens
     seat_s = _seat_wait_s(bounds, num_others, num_output_tokens * row_s)
     turns, done_s, num_prefill_tokens = _in_turns(prompts, seat_s, token_s, costs.context_s)
-    start_s, wait_s = seat_s, done_s[-1] if done_s else seat_s
+    wait_s = done_s[-1] if done_s else seat_s
     pressure = _pressure(config, recent_work_s, hot_tokens / bounds.token_capacity)
     stall = config.stall_weight * num_decoding
     # Rows that decode end before a long prompt does: a step of it is one token of theirs.
@@ -148,11 +148,10 @@ def standing_of(
     decode_s = config.decode_weight * (row_s + costs.row_s * num_others)
     decode_context_s = config.decode_weight * costs.row_context_s * (1 + num_others)
     mixed_step_s = chunk * (wait_s - seat_s) / num_prefill_tokens if prompts else chunk * token_s
-    # Steps that are planned already come first.
-    if prompts:
-        start_s = max(start_s, min(wait_s, (_PLANNED_STEPS + _SHARED_STEPS) * mixed_step_s))
-    elif num_decoding:
-        start_s = max(start_s, _PLANNED_STEPS * (row_s - costs.row_s))
+    planned_s = min(wait_s, (_PLANNED_STEPS + _SHARED_STEPS) * mixed_step_s) if prompts else 0.0
+    if num_decoding and not prompts:
+        planned_s = _PLANNED_STEPS * (row_s - costs.row_s)
+    start_s = max(seat_s, planned_s)
     return Standing(
         line=(
             *(start_s, token_s, costs.context_s, 1.0 + pressure),

@@ -180,7 +180,7 @@ def _products_s(row: Row, setting: Setting) -> float:
     """The least that matrix products alone take for what the row counts."""
     num_output = row["output_tokens_per_s"] * row["wall_s"]
     num_prompt = row["prompt_tokens_per_s"] * row["wall_s"] * (1 - row["cached_share"])
-    environment = serve_servers.peer_environment(setting, serve_servers.num_cores())
+    environment = serve_servers.peer_environment(setting, serve_servers.most_threads(setting))
     return round(
         serve_products.least_wall_s(setting.model_folder, row["clients"], num_prompt, num_output, environment), 2
     )

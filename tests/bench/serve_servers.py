@@ -146,12 +146,12 @@ def cidery(setting: Setting) -> Server:
         *("--dtype", "float32", "--kv-cache-memory", setting.kv_cache_memory),
     ]
     log = setting.log_folder / f"cidery-{setting.model_folder.name}.log"
-    return Server("cidery", "bench", port, command, _environment(num_cores()), log)
+    return Server("cidery", "bench", port, command, _environment(most_threads(setting)), log)
 
 
-def num_cores() -> int:
-    """Of this process."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def most_threads(setting: Setting) -> int:
+    """Of products; where MLX brings its own BLAS, nobody asks."""
+    return blas.num_cores() if setting.blas is not None else 1
 
 
 def peer(setting: Setting) -> Server:

@@ -45,6 +45,17 @@ def test_sigmoid_agrees_with_mlx_and_never_overflows():
     assert np.abs(np.array(cpu_math.sigmoid(x)) - expected).max() < 4e-7
 
 
+def test_sigmoid_of_more_than_a_chunk_keeps_its_order_and_what_is_no_number():
+    x = np.random.RandomState(0).randn(3, cpu_math._CHUNK // 2 + 7).astype(np.float32) * 20
+    x[0, 5], x[1, 0], x[2, -1] = np.nan, np.inf, -np.inf
+    ours = np.array(cpu_math.sigmoid(mx.array(x)))
+    expected = 1 / (1 + np.exp(-x.astype(np.float64).clip(-80, 80)))
+    assert ours.shape == x.shape
+    assert np.isnan(ours[0, 5])
+    finite = ~np.isnan(x)
+    np.testing.assert_allclose(ours[finite], expected[finite], rtol=5e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("dims", [16, 8])
 @pytest.mark.parametrize("freqs", [None, mx.array([1.0, 2.0, 9.0, 30.0, 50.0, 70.0, 90.0, 99.0])])
 @pytest.mark.parametrize("spans", [[(5, 9)], [(0, 1)], [(7, 1), (0, 3), (100, 1)]])
