@@ -6,12 +6,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 
 from cluster.config import bundled_model
@@ -45,6 +46,14 @@ class Served:
         response = self.client.post("/v1/completions", json={"prompt": prompt, **fields})
         assert response.status_code == 200, response.text
         return response.json()
+
+    def router(self) -> psutil.Process:
+        """The process of its router. Ray names it by its class and, during a call, by the method too."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "".join(process.cmdline()[:1]).startswith("ray::RouterActor"):
+                    return process
+        raise AssertionError(f"the fleet has no router:\n{self.log.read_text()[-4000:]}")
 
 
 @contextmanager

@@ -310,11 +310,7 @@ def test_a_mac_and_a_router_that_begin_anew_learn_of_them(fleet, folders, oracle
 
     wait_for(lambda: fleet.fleet().get(mac["name"], {}).get("worker_pid", 0) not in (0, mac["worker_pid"]))
     wait_for(all_ready)
-    next(
-        child
-        for child in psutil.Process(fleet.process.pid).children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and child.cmdline()[:1] == ["ray::RouterActor"]
-    ).kill()
+    fleet.router().kill()
     assert generated(fleet, "two", prompt, 10) == oracles("two", prompt, 10)[0]
     wait_for(lambda: fleet.client.get("/admin/lora").status_code == 200 and all_ready())
     assert generated(fleet, "one", prompt, 10) == oracles("one", prompt, 10)[0]

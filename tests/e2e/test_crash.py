@@ -52,14 +52,6 @@ def wait_for(condition, seconds: float = 60.0):
     return value
 
 
-def router_of(served) -> psutil.Process:
-    return next(
-        process
-        for process in psutil.Process(served.process.pid).children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[:1] == ["ray::RouterActor"]
-    )
-
-
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 def test_a_killed_worker_costs_no_token(fleet, fields):
     undisturbed = stream(fleet, fields, lambda count: None)
@@ -154,7 +146,7 @@ def test_a_killed_router_learns_the_fleet_anew(fleet):
     """Requests wait for it; what the Macs hold is known again, so the next turn still finds its prefix."""
     fields = {"prompt": [77] * 200, "max_tokens": 8, "temperature": 0}
     first = fleet.complete(**fields)
-    router_of(fleet).kill()
+    fleet.router().kill()
     second = fleet.complete(**fields)
     assert second["choices"] == first["choices"]
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
@@ -205,7 +197,7 @@ def test_a_mac_that_hangs_is_left_and_a_drain_outlives_the_router(fleet):
     wait_for(lambda: all(mac["blocks"]["num_used"] == 0 for mac in fleet.fleet().values()))
 
     fleet.client.post("/admin/drain", json={"mac": name})
-    router_of(fleet).kill()
+    fleet.router().kill()
     wait_for(lambda: fleet.client.get("/admin/fleet").status_code == 200 and len(fleet.fleet()) == 2)
     wait_for(lambda: fleet.fleet()[name]["state"] == "MAC_STATE_DRAINING")
     fleet.client.post("/admin/resume", json={"mac": name})

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -84,18 +83,7 @@ def test_sessions_hit_what_one_unbounded_cache_would_and_a_killed_router_loses_n
     assert sum(before) >= 0.95 * sum(ideal[:5]), (before, ideal)
     wait_for(lambda: is_exact(fleet))
 
-    def kill_router() -> None:
-        # Ray adds the method that is running to the name.
-        (router,) = (
-            process
-            for process in psutil.Process(fleet.process.pid).children(recursive=True)
-            if process.status() != psutil.STATUS_ZOMBIE
-            and process.cmdline()[:1]
-            and process.cmdline()[0].startswith("ray::RouterActor")
-        )
-        router.kill()
-
-    run_turn(fleet, 5, kill_router)
+    run_turn(fleet, 5, lambda: fleet.router().kill())
     wait_for(lambda: fleet.client.get("/admin/fleet").status_code == 200 and len(fleet.fleet()) == 3)
     wait_for(lambda: {mac["state"] for mac in fleet.fleet().values()} == {"MAC_STATE_READY"})
     wait_for(lambda: is_exact(fleet))
