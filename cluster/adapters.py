@@ -59,6 +59,11 @@ class AdapterReport:
     version: int = 0
     statuses: tuple[AdapterStatus, ...] = ()
 
+    @property
+    def ready(self) -> frozenset[str]:
+        """Digests of those that new requests may use."""
+        return frozenset(each.digest for each in self.statuses if each.state is AdapterState.READY)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterView:
@@ -108,32 +113,24 @@ class FleetAdapters:
         return report.version != self.wanted.version
 
     def forget(self, mac: str) -> None:
-        """The Mac has left."""
+        """The Mac has left, or begun anew."""
         self._reports.pop(mac, None)
 
-    def lacking(self, digest: str, macs: Iterable[str]) -> frozenset[str]:
-        """Those of the Macs that can't run requests with an adapter now."""
-        return frozenset(mac for mac in macs if digest not in self._ready(mac))
-
     def may_be_ready_soon(self, digest: str, macs: Iterable[str]) -> bool:
-        """Whether it is wanted, and one of the Macs has yet to load it or to tell what it has loaded."""
-        if all(spec.digest != digest for spec in self.wanted.specs):
+        """Whether it is wanted, and one of the Macs has yet to load it or to tell what it has loaded.
+
+        A router that begins anew, and whose Macs so far have begun anew too, doesn't know yet what is wanted.
+        """
+        if self.wanted.version and all(spec.digest != digest for spec in self.wanted.specs):
             return False
         settled = (AdapterState.READY, AdapterState.FAILED)
-        return any(
-            all(each.digest != digest or each.state not in settled for each in self._statuses(mac)) for mac in macs
-        )
+        statuses = (self._reports.get(mac, AdapterReport()).statuses for mac in macs)
+        return any(all(each.digest != digest or each.state not in settled for each in told) for told in statuses)
 
     def view(self) -> AdapterView:
         """Everything."""
         statuses = {mac: report.statuses for mac, report in self._reports.items()}
         return AdapterView(self.wanted, statuses, {mac: report.version for mac, report in self._reports.items()})
-
-    def _statuses(self, mac: str) -> tuple[AdapterStatus, ...]:
-        return self._reports.get(mac, AdapterReport()).statuses
-
-    def _ready(self, mac: str) -> set[str]:
-        return {each.digest for each in self._statuses(mac) if each.state is AdapterState.READY}
 
     def _replace(self, specs: tuple[AdapterSpec, ...], now_ns: int) -> None:
         # A clock that jumped back must not make a list older than the one it replaces.

@@ -127,6 +127,8 @@ class Reporter:
             adapters=engine.adapters.followed,
         )
         self._joined_epoch = info.epoch
+        # What else it has to say follows at once.
+        self._reported_s = 0.0
         self.failure = ""
         await self._obey(answer, engine)
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.adapters import AdapterList, AdapterReport, AdapterSpec, AdapterView, FleetAdapters
@@ -117,6 +117,7 @@ class RouterActor:
 
         `is_draining`, `cordon` and `adapters` are what the Mac remembers, for a router that has been restarted.
         """
+        is_known = self._router.macs.knows(info.name, info.epoch)
         try:
             applied = self._router.macs.join(info)
         except IncompatibleMac as error:
@@ -127,6 +128,8 @@ class RouterActor:
         if cordon is not None:
             self._router.macs.cordon(info.name, cordon)
         self._adapters.adopt(adapters)
+        if not is_known:
+            self._adapters.forget(info.name)
         self._tokenizers[info.model] = tokenizer_digest
         self._heard_s[info.name] = time.monotonic()
         log.info("mac joined mac=%s epoch=%d model=%s address=%s", info.name, info.epoch, info.model, info.address)
@@ -145,6 +148,7 @@ class RouterActor:
                 return ReportAnswer.RESYNC
         if report.digests is not None and self._differs(report.mac, report.epoch, report.next_seq, report.digests):
             return ReportAnswer.RESYNC
+        self._router.macs.observe_adapters(report.mac, report.epoch, report.adapters.ready)
         is_behind = self._adapters.report(report.mac, report.adapters)
         self._dispatch()
         return ReportAnswer.ADAPTERS if is_behind else ReportAnswer.OK
@@ -198,7 +202,7 @@ class RouterActor:
         """
         self._forget_caller(query.request_id)
         try:
-            decision = self._admission.submit(self._minding_adapter(query), time.monotonic())
+            decision = self._admission.submit(query, time.monotonic())
         except RoutingError as error:
             raise self._as_seen_outside(error, query) from error
         if decision is not None:
@@ -212,7 +216,7 @@ class RouterActor:
     async def what_if(self, query: RouteQuery) -> Explanation:
         """Chooses, books nothing. Raises ModelNotFound."""
         try:
-            return self._router.what_if(self._minding_adapter(query), time.monotonic())
+            return self._router.what_if(query, time.monotonic())
         except UnknownModel as error:
             raise ModelNotFound(str(error)) from error
 
@@ -279,12 +283,6 @@ class RouterActor:
     async def index_stats(self) -> IndexStats:
         """The prefix index."""
         return self._router.index_stats()
-
-    def _minding_adapter(self, query: RouteQuery) -> RouteQuery:
-        if not query.adapter:
-            return query
-        macs = self._router.models().get(query.model, {})
-        return replace(query, lacking=self._adapters.lacking(query.adapter, macs))
 
     def _heard(self, mac: str, epoch: int) -> None:
         if self._router.macs.knows(mac, epoch):

@@ -29,9 +29,8 @@ class RouteQuery:
     tenant_weight: float = 1.0
     priority: int = 0
     deadline_s: float | None = None
-    # Digest of the adapter to run with, empty for none; and the Macs that haven't loaded it.
+    # Digest of the adapter to run with, empty for none.
     adapter: str = ""
-    lacking: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:

@@ -196,6 +196,12 @@ class MacTable:
             member.num_foreign = max(0, num_requests - fleet.loads.load(member.slot).num_requests)
             fleet.touch(member.slot)
 
+    def observe_adapters(self, name: str, epoch: int, digests: frozenset[str]) -> None:
+        """Which adapters requests may use there. No effect unless this incarnation is the present one."""
+        known = self._current(name, epoch)
+        if known is not None:
+            known[1].adapters = digests
+
     def expire(self, now_s: float) -> None:
         """Give up the blocks of Macs that have been lost for too long; to be called every second. O(Macs)."""
         for fleet in self._fleets.values():

@@ -27,6 +27,8 @@ class Member:
     note: str = ""
     # Requests that it runs beyond those booked here: a restarted router doesn't know its bookings.
     num_foreign: int = 0
+    # Digests of the adapters that requests may use there.
+    adapters: frozenset[str] = frozenset()
 
     # What it has not learnt yet is as with the fleet's other Macs.
     shape: Sequence[float] | None = None

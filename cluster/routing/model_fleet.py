@@ -89,7 +89,7 @@ class ModelFleet:
         dropped = self.loads.drop(member.slot)
         self.hot.clear(member.slot)
         self.index.open(member.slot)
-        member.num_foreign = 0
+        member.num_foreign, member.adapters = 0, frozenset()
         self.touch(member.slot)
         return dropped
 
@@ -308,7 +308,7 @@ class ModelFleet:
         if (
             len(self._open_slots) == len(self.members)
             and not query.exclude
-            and not query.lacking
+            and not query.adapter
             and query.num_tokens < self._least_max_model_len
             and query.root_hash == self.root_hash
         ):
@@ -322,7 +322,7 @@ class ModelFleet:
             return _CLOSED[state] + (f": {member.note}" if member.note else "")
         if info.name in query.exclude:
             return "excluded by the request"
-        if info.name in query.lacking:
+        if query.adapter and query.adapter not in member.adapters:
             return "has not loaded the adapter"
         if info.root_hash != query.root_hash:
             return f"its root hash is {info.root_hash.hex()}, the request's {query.root_hash.hex()}"

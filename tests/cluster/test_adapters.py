@@ -61,21 +61,25 @@ def test_the_newest_list_that_macs_bring_counts():
     assert not fleet.report("a", AdapterReport(9))
 
 
-def test_only_macs_that_have_it_ready_can_run_it():
+def test_what_macs_say_is_remembered_until_they_leave():
     fleet = FleetAdapters()
     fleet.report("a", AdapterReport(1, (status(),)))
-    fleet.report("b", AdapterReport(1, (status(state=AdapterState.LOADING), status("d2"))))
-    assert fleet.lacking("d1", ["a", "b", "c"]) == {"b", "c"}
+    loading = AdapterReport(1, (status(state=AdapterState.LOADING), status("d2")))
+    assert loading.ready == {"d2"}
+    fleet.report("b", loading)
     assert fleet.view().by_mac["a"] == (status(),)
     assert fleet.view().versions == {"a": 1, "b": 1}
     fleet.forget("a")
-    assert fleet.lacking("d1", ["a"]) == {"a"}
+    assert set(fleet.view().by_mac) == {"b"}
 
 
 def test_what_is_wanted_and_has_not_failed_may_be_ready_soon():
     fleet = FleetAdapters()
-    assert not fleet.may_be_ready_soon("d1", ["a"])
+    # Nobody has told what is wanted.
+    assert fleet.may_be_ready_soon("d1", ["a"])
+    assert not fleet.may_be_ready_soon("d1", [])
     fleet.add(spec(), 1)
+    assert not fleet.may_be_ready_soon("d2", ["a"])
     assert fleet.may_be_ready_soon("d1", ["a"])
     assert not fleet.may_be_ready_soon("d1", [])
     fleet.report("a", AdapterReport(1, (status(state=AdapterState.FAILED), status("d2"))))

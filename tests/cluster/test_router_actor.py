@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -264,6 +265,45 @@ class TestAdapters:
             await actor.route(query(adapter="d1"))
         await actor.leave("a", 1)
         assert (await actor.adapter_view()).by_mac == {}
+
+    async def test_a_mac_that_begins_anew_has_none_until_it_says_so(self, actor) -> None:
+        await ready(actor, "a")
+        await actor.load_adapter(self.SPEC)
+        wanted = await actor.adapters()
+        await actor.report(report(adapters=self.reported(wanted.version)))
+        assert (await actor.route(query(adapter="d1"))).mac == "a"
+        await actor.join(replace(info_of(new_kv()), epoch=2), "digest", is_draining=False, cordon=None)
+        assert (await actor.adapter_view()).by_mac == {}
+        with pytest.raises(MacsAway):
+            await actor.route(query(adapter="d1", request_id="next"))
+
+    async def test_a_router_whose_macs_bring_no_list_lets_requests_wait_for_one(self, actor) -> None:
+        """The first that joins may have begun anew itself."""
+        await ready(actor, "b")
+        with pytest.raises(MacsAway):
+            await actor.route(query(adapter="d1"))
+        await actor.join(
+            info_of(new_kv()), "digest", is_draining=False, cordon=None, adapters=AdapterList(77, (self.SPEC,))
+        )
+        with pytest.raises(MacsAway):
+            await actor.route(query(adapter="d1"))
+        with pytest.raises(NoMacReady):
+            await actor.route(query(adapter="unknown"))
+
+    async def test_who_waits_goes_where_the_adapter_is_by_then(self) -> None:
+        """What a Mac has loaded counts when it is the request's turn, not when it came."""
+        async with running(RouterActor(RoutingConfig(max_backlog_s=0.001))) as busy:
+            await ready(busy, "a", "b")
+            await busy.load_adapter(self.SPEC)
+            wanted = await busy.adapters()
+            await busy.report(report(adapters=self.reported(wanted.version)))
+            await busy.route(query(adapter="d1", request_id="running"))
+            other = replace(query(adapter="d1", request_id="next"), block_hashes=hash_blocks(ROOT, [7] * 100, 16))
+            waiting = asyncio.create_task(busy.route(other))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            await busy.report(report("b", adapters=self.reported(wanted.version)))
+            assert (await asyncio.wait_for(waiting, 5)).mac == "b"
 
 
 class Engine:

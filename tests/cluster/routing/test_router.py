@@ -368,9 +368,21 @@ class TestRefusals:
 
     def test_a_mac_that_lacks_the_adapter_is_not_asked(self, fleet, prompt_of) -> None:
         fleet.add("a", "b")
-        decision = fleet.route(prompt_of((1, 50)), adapter="d", lacking=frozenset({"a"}))
+        fleet.router.macs.observe_adapters("a", 1, frozenset({"c"}))
+        fleet.router.macs.observe_adapters("b", 1, frozenset({"c", "d"}))
+        fleet.router.macs.observe_adapters("b", 2, frozenset())  # of an incarnation that is not there
+        decision = fleet.route(prompt_of((1, 50)), adapter="d")
         assert decision.mac == "b"
         assert fleet.candidates(decision)["a"].excluded == "has not loaded the adapter"
+
+    def test_a_mac_that_begins_anew_has_no_adapter_until_it_says_so(self, fleet, prompt_of) -> None:
+        fleet.add("a")
+        fleet.router.macs.observe_adapters("a", 1, frozenset({"d"}))
+        fleet.add("a", epoch=2)
+        with pytest.raises(NoMacAvailable, match="has not loaded the adapter"):
+            fleet.route(prompt_of((1, 50)), adapter="d")
+        fleet.router.macs.observe_adapters("a", 2, frozenset({"d"}))
+        assert fleet.route(prompt_of((1, 50)), adapter="d").mac == "a"
 
     def test_a_prompt_that_is_only_read_may_fill_the_context(self, fleet, prompt_of) -> None:
         fleet.add("a", max_model_len=50)
