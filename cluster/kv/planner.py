@@ -108,12 +108,12 @@ def _kinds(kept: Mapping[int, KVSpec]) -> list[list[int]]:
 
 
 def _cut(kinds: Sequence[list[int]], kept: Mapping[int, KVSpec]) -> list[list[int]]:
-    """The layers of each group: a kind is one group, unless cutting all into runs of one length makes pages equal."""
+    """The layers of each group: a kind is one group, unless all can share a pool when cut into runs of one length."""
     attention = [layers for layers in kinds if not isinstance(kept[layers[0]], RecurrentStateSpec)]
     states = kinds[len(attention) :]
-    widths = {_layer_bytes(kept[layer]) for layers in attention for layer in layers}
+    places = {_place(kept[layer]) for layers in attention for layer in layers}
     length = math.gcd(*map(len, attention))
-    if len(widths) != 1 or sum(map(len, attention)) // length > MAX_SPLIT_GROUPS:
+    if len(places) != 1 or sum(map(len, attention)) // length > MAX_SPLIT_GROUPS:
         return [*attention, *states]
     runs = [layers[start : start + length] for layers in attention for start in range(0, len(layers), length)]
     return [*runs, *states]
@@ -216,19 +216,24 @@ def _attention_reason(layout: KVLayout, groups: Sequence[KVGroup]) -> str:
     pages = list(dict.fromkeys(group.page_bytes for group in groups))
     if len(groups) == 1:
         return f"{layers} need the same tokens: one block table and one pool, with pages of {pages[0]:,} bytes."
-    if len(pages) == 1:
+    if len({group.pool_id for group in groups}) == 1:
         return (
             f"{layers}: {len(groups)} groups, all with pages of {pages[0]:,} bytes, share one pool: what one kind "
             f"frees, another can take."
+        )
+    if len(pages) == 1:
+        return (
+            f"{layers}: pages of {pages[0]:,} bytes each, but of unlike arrays: only kinds of like ones share a pool."
         )
     start = f"{layers}: pages differ ({_listed(f'{page:,}' for page in pages)} bytes), so "
     start += (
         "each kind has its own pool; " if len(pages) == len(groups) else "only kinds with equal ones share a pool; "
     )
     width = _layer_bytes(groups[0].spec)
-    if all(g.page_bytes == layout.block_size * len(g.layer_indices) * width for g in groups):
+    is_alike = len({_place(group.spec) for group in groups}) == 1
+    if is_alike and all(g.page_bytes == layout.block_size * len(g.layer_indices) * width for g in groups):
         return start + f"sharing one would take {sum(counts.values()) // math.gcd(*counts.values())} block tables."
-    return start + "kinds are not cut into shorter runs, as layers differ in bytes a token."
+    return start + "kinds are not cut into shorter runs, as their arrays differ."
 
 
 def _state_reason(layout: KVLayout, group: KVGroup, beside_attention: bool) -> str:

@@ -231,8 +231,13 @@ def test_every_kind_has_a_name(spec, name):
         ),
         (
             [FULL, window(64, heads=3), chunked(32, heads=5)],
-            ["1 full-attention, 1 window and 1 chunked layers: pages differ", "layers differ in bytes a token"],
+            ["1 full-attention, 1 window and 1 chunked layers: pages differ", "their arrays differ"],
         ),
+        (
+            [chunked(20), MLASpec(32, 0)],
+            ["1 latent-attention and 1 chunked layers: pages of 1,024 bytes each, but of unlike arrays"],
+        ),
+        ([chunked(20), chunked(20), MLASpec(32, 0)], ["pages differ", "their arrays differ"]),
         ([FULL, window(8), window(64, heads=3)], ["only kinds with equal ones share a pool"]),
         (
             [FULL, STATE, STATE],
@@ -374,6 +379,10 @@ def test_without_hybrid_there_is_one_group_of_attention(specs, options):
 
 
 @given(models(), options)
+@example(
+    [ChunkedLocalSpec(1, 8, 20), ChunkedLocalSpec(1, 8, 20), MLASpec(12, 4)],
+    {"max_model_len": 2, "block_size": 1, "max_in_flight_tokens": 0, "hybrid": True},
+)
 def test_only_cutting_to_one_page_size_takes_more_than_a_group_a_kind(specs, options):
     layout = plan(specs, **options)
     groups = [group for group in layout.groups if not group.is_state]
