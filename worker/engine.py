@@ -21,6 +21,7 @@ from worker.batch import Batch, Span
 from worker.errors import AdapterRefused, ProtocolError
 from worker.grammar import GrammarTable
 from worker.kv_tensors import KVTensors
+from worker.lanes import Lanes
 from worker.metal.dispatch import Kernels
 from worker.models import Layout, LoadedModel
 from worker.plan_blocks import PlanBlocks
@@ -49,15 +50,18 @@ class Engine:
         speculation: Speculation | None = None,
     ) -> None:
         """Without `grammars` no sequence may have a grammar, without `speculation` none guesses tokens."""
+        num_cores = blas.most_threads()
         self._loaded = loaded
         self._kernels = kernels
         self._memory_limit_bytes = memory_limit_bytes
         self._grammars = grammars
         self._speculation = speculation or Speculation()
-        self._product_threads = ProductThreads(blas.most_threads(), blas.use_threads)
+        self._product_threads = ProductThreads(num_cores, blas.use_threads)
+        self._lanes = Lanes(num_cores)
         self._step = Step(kernels)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
+        self._parts_rows = num_cores > 1 and models.part_rows(loaded, self._lanes)
         self._adapters = Adapters(loaded.model, self._step, mixes_rows=loaded.layout is not Layout.DENSE)
         self._tensors: KVTensors | None = None
         self._blocks: PlanBlocks | None = None
@@ -203,7 +207,9 @@ class Engine:
         skipped, slices = self._take_slices(plan, tensors, self._blocks)
         step = RunningStep(pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped), started_s, slices)
         if slices:
-            self._forward(step, tensors)
+            self._share_out(step)
+            with self._lanes.building(has_rows=step.cores.has_lanes):
+                self._forward(step, tensors)
             step.make_draw(self._grammars, is_early=True)
         return step
 
@@ -211,7 +217,7 @@ class Engine:
         self._launched_s = time.perf_counter()
         step.fill_in()
         step.make_draw(self._grammars)
-        self._product_threads.begin(step.num_rows)
+        self._product_threads.begin(step.cores)
         self._configured().start(*step.outputs())
         self._running = step
         step.await_tokens()
@@ -219,7 +225,7 @@ class Engine:
     def _finish(self, step: RunningStep) -> pb.StepResult:
         tensors, result = self._configured(), step.result
         tensors.finish()
-        self._product_threads.ended(time.perf_counter() - self._launched_s)
+        self._product_threads.ended(step.cores, time.perf_counter() - self._launched_s)
         wrong = step.report()
         # Of another step nothing is to be settled, but the next one may have been built, and have drafts.
         if step.has_drafts:
@@ -306,6 +312,11 @@ class Engine:
         for group in range(len(tensors.groups)):
             if opened and not tensors.is_state_group(group):
                 tensors.clear_values(group, [span.tables[group][span.end // size] for span in opened])
+
+    def _share_out(self, step: RunningStep) -> None:
+        """Whether its rows run in lanes; those of adapters are counted by the step, so they stay together."""
+        allows_lanes = self._parts_rows and not any(sequence.adapter for sequence, _ in step.slices)
+        step.cores = self._product_threads.choose(step.num_rows, allows_lanes=allows_lanes)
 
     def _forward(self, step: RunningStep, tensors: KVTensors) -> None:
         """The graph up to the logits."""

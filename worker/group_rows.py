@@ -4,9 +4,9 @@ Layers of a group share block tables; what a token sees (`Reach`) may still diff
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Protocol
 
 import mlx.core as mx
@@ -62,6 +62,35 @@ class DecodeGroup:
     # Of kernels, by what they depend on beside the group.
     plans: dict[tuple[int, ...], DecodePlan] = field(default_factory=dict)
     _gather: dict[int, mx.array] = field(default_factory=dict)
+    _cuts: dict[int, "list[DecodeGroup]"] = field(default_factory=dict)
+
+    @property
+    def num_slots(self) -> int:
+        """Keys that all rows gather, padding included."""
+        return self.block_tables.size * self.block_size
+
+    def cut(self, num: int) -> "list[DecodeGroup]":
+        """Its rows in so many groups, one after the other, or one of each row. Not of rows that share tables."""
+        num_rows = self.last - self.first
+        if num_rows == 1:
+            return [self]
+        if num not in self._cuts:
+            limits = [num_rows * part // num for part in range(num + 1)]
+            self._cuts[num] = [self._part(a, b) for a, b in pairwise(limits) if a < b]
+        return self._cuts[num]
+
+    def _part(self, first: int, last: int) -> "DecodeGroup":
+        return replace(
+            self,
+            first=self.first + first,
+            last=self.first + last,
+            block_tables=self.block_tables[first:last],
+            context_lens=self.context_lens[first:last],
+            num_hidden=None if self.num_hidden is None else self.num_hidden[first:last],
+            plans={},
+            _gather={},
+            _cuts={},
+        )
 
     @cached_property
     def seen_ranges(self) -> NDArray[np.int32]:

@@ -30,10 +30,12 @@ from worker import (
     latent,
     mixers,
     overrides,
+    row_lanes,
 )
 from worker.attention import PagedCache, Step
 from worker.batch import Batch
 from worker.kv_shapes import CacheShape, StateShape
+from worker.lanes import Lanes
 from worker.mixers import StateCache
 from worker.registry import Treatment, runs_over_slots, treatments_of, turns_queries_with_keys
 
@@ -227,6 +229,16 @@ def attach(loaded: LoadedModel, step: Step) -> AttachedCaches:
             StateCache(step, index, shape) if isinstance(shape, StateShape) else PagedCache(step, index, shape)
         )
     return AttachedCaches(discovery.nested(make_prompt_cache(loaded.model), iter(leaves)), leaves)
+
+
+def part_rows(loaded: LoadedModel, lanes: Lanes) -> bool:
+    """Let modules of an attached model run their rows in lanes, on a CPU; whether any of them does.
+
+    Not where nobody has read what the model's code does with rows, or where it looks at numbers on the way.
+    """
+    if loaded.layout is Layout.DENSE or loaded.reads_values or not cpu_math.is_available():
+        return False
+    return bool(row_lanes.install(loaded.model, lanes, treatments_of(loaded.model), loaded.vocab_size))
 
 
 def sampled_logits(logits: mx.array, batch: Batch) -> mx.array:

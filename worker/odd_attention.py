@@ -3,12 +3,13 @@
 Pools are `[num_blocks * num_kv_heads, block_size, head_dim]`: see `worker.kv_tensors`.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from worker import cpu_math
+from worker import cpu_math, lanes
 from worker.group_rows import DecodeGroup, PrefillSpan
 from worker.metal import twins
 from worker.metal.kv_pools import KVPool
@@ -50,11 +51,12 @@ def prefill(
     """The last tokens of a context over what they see of it. Shapes: queries `[1, num_heads, tokens, head_dim]`."""
     index = span.gather_index(num_kv_heads)
     keys, values = (twins.gather(pool, index) for pool in pools)
-    outputs = []
-    for tile, seen in _tiles(span):
+
+    def attend(tile: slice, seen: slice) -> mx.array:
         mask = span.mask_array[tile, seen]
-        outputs.append(_attend(queries[:, :, tile], keys[:, :, seen], values[:, :, seen], scale, mask, extras))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        return _attend(queries[:, :, tile], keys[:, :, seen], values[:, :, seen], scale, mask, extras)
+
+    return _by_tile(attend, span)
 
 
 def latent_decode(queries: mx.array, pool: KVPool, latent_dim: int, group: DecodeGroup, scale: float) -> mx.array:
@@ -70,10 +72,18 @@ def latent_decode(queries: mx.array, pool: KVPool, latent_dim: int, group: Decod
 def latent_prefill(queries: mx.array, pool: KVPool, latent_dim: int, span: PrefillSpan, scale: float) -> mx.array:
     """The last tokens of a context by latent attention. Shapes: `[1, num_heads, num_tokens, width]`, as above."""
     latents = twins.gather(pool, span.gather_index(1))
-    outputs = []
-    for tile, seen in _tiles(span):
+
+    def attend(tile: slice, seen: slice) -> mx.array:
         keys = latents[:, :, seen]
-        outputs.append(_fast(queries[:, :, tile], keys, keys, scale, span.mask_array[tile, seen])[..., :latent_dim])
+        return _fast(queries[:, :, tile], keys, keys, scale, span.mask_array[tile, seen])[..., :latent_dim]
+
+    return _by_tile(attend, span)
+
+
+def _by_tile(attend: Callable[[slice, slice], mx.array], span: PrefillSpan) -> mx.array:
+    tiles = list(_tiles(span))
+    runs = [functools.partial(attend, *tile) for tile in tiles]
+    outputs = lanes.tiles(runs, [seen.stop - seen.start for _, seen in tiles])
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 

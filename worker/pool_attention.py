@@ -4,6 +4,8 @@ Decode rows and prefill rows are decided apart. A kernel takes all rows of its k
 by groups of alike lengths and by spans, gathering what they see.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,14 +13,18 @@ import mlx.core as mx
 from worker import odd_attention
 from worker.batch import Batch
 from worker.cascade import cascade_attention
-from worker.group_rows import GroupRows
+from worker.group_rows import DecodeGroup, GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
+from worker.lanes import Lanes
 from worker.metal import prefill, twins
 from worker.metal.decode_plan import may_share_loads
 from worker.metal.dispatch import Kernels
 from worker.metal.kv_pools import KVPool
 from worker.metal.prefill_rows import PrefillOptions
 from worker.odd_attention import Extras
+
+# Fewer keys, in numbers, are attended to before lanes have waited for each other.
+_MIN_KEYS = 1 << 18
 
 
 # Not frozen: that would make it take three times as long, once a layer.
@@ -65,25 +71,29 @@ def attend(call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, *, 
     verified = rows.verify_groups(shares_loads=_shares_loads(call)) if batch.num_verified else []
     if verified and batch.is_flat:
         queries = queries.transpose(2, 1, 0, 3)
-    for group in [*rows.decode_groups, *verified]:
-        part = queries if batch.num_tokens == group.last - group.first else queries[group.first : group.last]
-        if kernels.decode is not None:
-            soft_cap, sinks = call.extras.soft_cap or 0.0, call.extras.sinks
-            output = kernels.decode(
-                part.astype(keys.dtype), *pools, group, heads, call.scale, softcap=soft_cap, sinks=sinks, after=after
-            )
+    groups = [*rows.decode_groups, *verified]
+    if kernels.decode is None:
+
+        def decode(group: DecodeGroup) -> mx.array:
+            part = _rows_of(queries, group)
+            if call.is_plain and group.num_hidden is None:
+                return twins.paged_decode(part, *pools, group, heads, call.scale)
+            return odd_attention.decode(part, pools, group, heads, call.scale, call.extras)
+
+        outputs += _in_lanes(decode, groups, heads, queries)
+    else:
+        soft_cap, sinks = call.extras.soft_cap or 0.0, call.extras.sinks
+        for group in groups:
+            part = _rows_of(queries, group).astype(keys.dtype)
+            output = kernels.decode(part, *pools, group, heads, call.scale, softcap=soft_cap, sinks=sinks, after=after)
             outputs.append(output.astype(queries.dtype))
-        elif call.is_plain and group.num_hidden is None:
-            outputs.append(twins.paged_decode(part, *pools, group, heads, call.scale))
-        else:
-            outputs.append(odd_attention.decode(part, pools, group, heads, call.scale, call.extras))
     if verified and batch.is_flat:
-        return outputs[0].transpose(2, 1, 0, 3)
+        return _joined(outputs).transpose(2, 1, 0, 3)
     if kernels.prefill is not None and rows.chunks:
         outputs.append(_prefill_by_kernel(call, queries, keys, values, after))
     else:
         outputs += _prefills(call, queries, pools)
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return _joined(outputs)
 
 
 def attend_latent(
@@ -97,14 +107,18 @@ def attend_latent(
     queries = mx.concatenate([queries, rotary * (1.0 / scale)], axis=-1)
     outputs = []
     verified = rows.verify_groups(shares_loads=False) if call.batch.num_verified else []
-    for group in [*rows.decode_groups, *verified]:
-        part = queries if queries.shape[0] == group.last - group.first else queries[group.first : group.last]
-        if kernels.latent_decode is not None:
-            part = part.astype(latents.dtype)
+    groups = [*rows.decode_groups, *verified]
+    if kernels.latent_decode is None:
+
+        def decode(group: DecodeGroup) -> mx.array:
+            return odd_attention.latent_decode(_rows_of(queries, group), latents, latent_dim, group, scale)
+
+        outputs += _in_lanes(decode, groups, 1, queries)
+    else:
+        for group in groups:
+            part = _rows_of(queries, group).astype(latents.dtype)
             output = kernels.latent_decode.decode_latent(part, latents, latent_dim, group, scale, after=after)
             outputs.append(output.astype(queries.dtype))
-        else:
-            outputs.append(odd_attention.latent_decode(part, latents, latent_dim, group, scale))
     if kernels.latent_prefill is not None and rows.chunks:
         by_block = latents.reshape(-1, 1, *latents.shape[1:]) if isinstance(latents, mx.array) else latents
         packed = queries[:, :, 0].astype(latents.dtype)
@@ -115,7 +129,7 @@ def attend_latent(
             part = queries[span.first : span.last].transpose(2, 1, 0, 3)
             output = odd_attention.latent_prefill(part, latents, latent_dim, span, scale)
             outputs.append(output.transpose(2, 1, 0, 3))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return _joined(outputs)
 
 
 def _shares_loads(call: LayerCall) -> bool:
@@ -123,6 +137,32 @@ def _shares_loads(call: LayerCall) -> bool:
     return call.kernels.shares_verify_loads and may_share_loads(
         call.shape.head_dim, has_recurrent_layers=call.has_states
     )
+
+
+def _in_lanes(
+    decode: Callable[[DecodeGroup], mx.array], groups: Sequence[DecodeGroup], num_kv_heads: int, queries: mx.array
+) -> list[mx.array]:
+    """The groups' attention in plain MLX, in lanes where there are some and enough is to be read."""
+    lanes, (_, num_heads, _, head_dim) = Lanes.now(), queries.shape
+    num_keys = sum(group.num_slots for group in groups) * num_kv_heads * head_dim
+    if lanes is None or num_keys < _MIN_KEYS:
+        return [decode(group) for group in groups]
+    pieces = [piece for group in groups for piece in group.cut(lanes.num)]
+    costs = [piece.num_slots for piece in pieces]
+    products = [
+        cost // (piece.last - piece.first) * num_heads // num_kv_heads * head_dim
+        for piece, cost in zip(pieces, costs, strict=True)
+    ]
+    return lanes.each([functools.partial(decode, piece) for piece in pieces], costs, products)
+
+
+def _joined(outputs: list[mx.array]) -> mx.array:
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _rows_of(queries: mx.array, group: DecodeGroup) -> mx.array:
+    num_rows = group.last - group.first
+    return queries if len(queries) == num_rows else queries[group.first : group.last]
 
 
 def _prefills(call: LayerCall, queries: mx.array, pools: odd_attention.Pools) -> list[mx.array]:

@@ -1,14 +1,19 @@
-"""How many threads a step's matrix products run in, on a CPU: as many as made steps of its size faster.
+"""How a step uses the cores of a CPU: in the way that made steps of its size faster.
 
 Two threads do nearly twice as much where a core is free. Where others want it, the threads wait for each other, and a
 step takes up to three times as long as with one. Which of it holds can't be seen beforehand, and changes: so it is
 measured, and what lost is tried again now and then.
+
+A step of many rows does better in lanes (`worker.lanes`), which share most of its work, than with products in several
+threads, which share theirs alone.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+# In a lane of fewer rows, products take as long for the weights as for the rows.
+ROWS_A_LANE = 64
 # What a step of any size takes beside its rows, in rows: so steps of unlike sizes can be compared.
 _ROWS_AT_LEAST = 24
 # The best of so many steps counts: one that was held up says nothing.
@@ -19,8 +24,22 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 4, 512
 _MOST_BITS = 7
 
 
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """How a step of so many rows runs: on one core or, if `are_many`, on all, in lanes or with threads for products."""
+
+    num_rows: int = 0
+    are_many: bool = False
+    in_lanes: bool = False
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether its rows run in lanes."""
+        return self.are_many and self.in_lanes
+
+
 class ProductThreads:
-    """Chooses between one thread and `most` for each step. `use` puts the choice into effect, between two steps.
+    """Chooses between one core and `most` for each step. `use` sets the number of threads, between two steps.
 
     With `most` 1 there is nothing to choose, and `use` is never called.
     """
@@ -28,27 +47,28 @@ class ProductThreads:
     def __init__(self, most: int, use: Callable[[int], None]) -> None:
         self._most = most
         self._use = use
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[tuple[int, bool], _Size] = {}
         self._now = 0
-        self._num_rows = 0
 
-    def begin(self, num_rows: int) -> None:
-        """A step of so many rows is about to run."""
-        if self._most == 1:
-            return
-        self._num_rows = num_rows
-        wanted = self._most if self._size().takes_most() else 1
-        if wanted != self._now:
+    def choose(self, num_rows: int, *, allows_lanes: bool = True) -> Cores:
+        """For a step that is about to be built."""
+        cores = Cores(num_rows, in_lanes=allows_lanes and num_rows >= ROWS_A_LANE * self._most)
+        return replace(cores, are_many=self._most > 1 and self._size(cores).takes_most())
+
+    def begin(self, cores: Cores) -> None:
+        """A step is about to run."""
+        wanted = self._most if cores.are_many and not cores.in_lanes else 1
+        if self._most > 1 and wanted != self._now:
             self._use(wanted)
             self._now = wanted
 
-    def ended(self, run_s: float) -> None:
-        """The step that began last took so long."""
+    def ended(self, cores: Cores, run_s: float) -> None:
+        """A step took so long."""
         if self._most > 1:
-            self._size().ran(run_s / (self._num_rows + _ROWS_AT_LEAST), took_most=self._now == self._most)
+            self._size(cores).ran(run_s / (cores.num_rows + _ROWS_AT_LEAST), took_most=cores.are_many)
 
-    def _size(self) -> "_Size":
-        return self._sizes.setdefault(min(self._num_rows.bit_length(), _MOST_BITS), _Size())
+    def _size(self, cores: Cores) -> "_Size":
+        return self._sizes.setdefault((min(cores.num_rows.bit_length(), _MOST_BITS), cores.in_lanes), _Size())
 
 
 @dataclass
@@ -63,14 +83,17 @@ class _Size:
     num_since: int = 0
 
     def takes_most(self) -> bool:
-        return self.best if self.num_since < self.pause and self.last_s[not self.best] else not self.best
+        if self.num_since < self.pause and self.last_s[not self.best]:
+            return self.best
+        # Once: the next step is built before this one has ended.
+        self.num_since = 0
+        return not self.best
 
     def ran(self, row_s: float, *, took_most: bool) -> None:
         self.last_s[took_most].append(row_s)
         if took_most == self.best:
             self.num_since += 1
         else:
-            self.num_since = 0
             # Only its newest step tells how it would do now.
             while len(self.last_s[took_most]) > 1:
                 self.last_s[took_most].popleft()

@@ -14,6 +14,7 @@ from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker import reading
 from worker.batch import Batch, Span
 from worker.grammar import GrammarTable
+from worker.product_threads import Cores
 from worker.row_rules import shape
 from worker.sampler import Draw, RowLogprobs
 from worker.sequences import SequenceState
@@ -37,6 +38,7 @@ class RunningStep:
     pooled: list[mx.array] = field(default_factory=list)
     verified: list[Verified] = field(default_factory=list)
     draw: Draw | None = None
+    cores: Cores = field(default_factory=Cores)
 
     @property
     def num_rows(self) -> int:

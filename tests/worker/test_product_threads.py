@@ -1,4 +1,4 @@
-"""How many threads products run in: what is faster wins, whatever the machine does meanwhile."""
+"""How a step uses the cores of a CPU: what is faster wins, whatever the machine does meanwhile."""
 
 import os
 import random
@@ -9,26 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.product_threads import ProductThreads
+from worker.product_threads import ROWS_A_LANE, Cores, ProductThreads
 
 SECONDS_A_ROW = 1e-3
 
 
 class Machine:
-    """Steps that take by threads what `speedups` says at the moment."""
+    """Steps that take by cores what `speedup` says at the moment. The next is built while one runs."""
 
     def __init__(self, most: int) -> None:
         self.used: list[int] = []
         self.threads = ProductThreads(most, self.used.append)
         self.taken: list[int] = []
+        self._runs: tuple[Cores, float] | None = None
 
     def run(self, num_rows: int, speedup: float) -> float:
-        """One step; `speedup` is that of most threads."""
-        self.threads.begin(num_rows)
-        now = self.used[-1] if self.used else 1
-        self.taken.append(now)
-        run_s = (num_rows + 24) * SECONDS_A_ROW / (speedup if now > 1 else 1.0)
-        self.threads.ended(run_s)
+        """One step; `speedup` is that of most cores."""
+        cores = self.threads.choose(num_rows)
+        if self._runs is not None:
+            self.threads.ended(*self._runs)
+        self.threads.begin(cores)
+        threads = self.used[-1] if self.used else 1
+        assert threads == 1 or cores.are_many
+        assert not (threads > 1 and cores.has_lanes)
+        self.taken.append(2 if cores.are_many else 1)
+        run_s = (num_rows + 24) * SECONDS_A_ROW / (speedup if cores.are_many else 1.0)
+        self._runs = cores, run_s
         return run_s
 
 
@@ -65,6 +71,33 @@ def test_sizes_are_judged_apart():
         machine.run(300, 1.8)
     assert machine.taken[-20::2] == [1] * 10
     assert machine.taken[-19::2] == [2] * 10
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_many_rows_run_in_lanes_and_fewer_with_threads(most):
+    used: list[int] = []
+    threads = ProductThreads(most, used.append)
+    enough = ROWS_A_LANE * most
+    for num_rows, allowed in ((enough, True), (enough - 1, True), (enough, False)):
+        # One core is tried first.
+        threads.ended(threads.choose(num_rows, allows_lanes=allowed), 5.0)
+    for num_rows, allowed, has_lanes in ((enough, True, True), (enough - 1, True, False), (enough, False, False)):
+        cores = threads.choose(num_rows, allows_lanes=allowed)
+        assert cores.are_many
+        assert cores.has_lanes == has_lanes
+        threads.begin(cores)
+        threads.ended(cores, 1.0)
+    assert used == [1, most]
+
+
+def test_what_lanes_gain_and_what_threads_lose_is_judged_apart():
+    threads = ProductThreads(2, lambda num: None)
+    for _ in range(300):
+        for allowed, speedup in ((True, 1.8), (False, 0.5)):
+            cores = threads.choose(200, allows_lanes=allowed)
+            threads.ended(cores, 1.0 / speedup if cores.are_many else 1.0)
+    assert threads.choose(200).has_lanes
+    assert not threads.choose(200, allows_lanes=False).are_many
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,10 +3,12 @@
 Pools are `[num_blocks * num_kv_heads, block_size, head_dim]`: see `worker.kv_tensors`.
 """
 
+import functools
+
 import mlx.core as mx
 import numpy as np
 
-from worker import block_runs, cpu_math
+from worker import block_runs, cpu_math, lanes
 from worker.batch import DecodeGroup, PrefillSpan
 from worker.metal.kv_pools import KVPool, arrays_of
 
@@ -58,13 +60,14 @@ def causal(queries: mx.array, keys: mx.array, values: mx.array, scale: float) ->
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     if num_queries <= _QUERY_TILE or not cpu_math.is_available():
         return _attention(queries, keys, values, scale, "causal")
-    outputs = []
-    for first in range(0, num_queries, _QUERY_TILE):
-        last = min(first + _QUERY_TILE, num_queries)
-        end = num_keys - num_queries + last
-        rows, seen, read = queries[:, :, first:last], keys[:, :, :end], values[:, :, :end]
-        outputs.append(_attention(rows, seen, read, scale, "causal"))
-    return mx.concatenate(outputs, axis=2)
+
+    def tile(first: int, last: int, end: int) -> mx.array:
+        return _attention(queries[:, :, first:last], keys[:, :, :end], values[:, :, :end], scale, "causal")
+
+    limits = [(first, min(first + _QUERY_TILE, num_queries)) for first in range(0, num_queries, _QUERY_TILE)]
+    ends = [num_keys - num_queries + last for _, last in limits]
+    runs = [functools.partial(tile, *limit, end) for limit, end in zip(limits, ends, strict=True)]
+    return mx.concatenate(lanes.tiles(runs, ends), axis=2)
 
 
 def _attention(
