@@ -1,7 +1,8 @@
-"""Recurrent updates of one token for MLX's CPU build: mlx-lm's are written for prompts, and read states several times.
+"""Recurrent updates for MLX's CPU build: mlx-lm's are written for kernels, and read states several times.
 
-A state is decayed, a product of two vectors is added to it, and a third vector is multiplied with it: matrix products
-do each in one pass, in a fraction of the operations. Up to rounding the result is the same.
+Of one token: a state is decayed, a product of two vectors is added to it, and a third vector is multiplied with it.
+Matrix products do each in one pass, in a fraction of the operations. Up to rounding the result is the same. Prompts go
+by chunks where that is known (`chunked_delta`).
 """
 
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import gated_delta, ssm
 
+from worker import chunked_delta
 from worker.attention import Step
 
 _mlx_ssm_update = ssm.ssm_update
@@ -57,13 +59,16 @@ def gated_delta_ops(
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """As mlx-lm's."""
-    if not _is_one_token(v, state, mask) or k.dtype != mx.float32:
+    is_one, is_prompt = _is_one_token(v, state, mask), _is_prompt(v, g, mask)
+    if not (is_one or is_prompt) or k.dtype != mx.float32:
         result: tuple[mx.array, mx.array] = _mlx_gated_delta_ops(q, k, v, g, beta, state, mask)
         return result
-    assert state is not None
     rows, _, heads, dim = v.shape
     repeats = heads // k.shape[2]
     queries, keys = (mx.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (q, k))
+    if is_prompt:
+        return chunked_delta.run(queries, keys, v, g, beta, state)
+    assert state is not None
     # A gate for each element of a key, or one for all.
     decay = g.reshape(rows, heads, 1, -1)
     decayed = state * decay
@@ -75,6 +80,12 @@ def gated_delta_ops(
 def _is_one_token(inputs: mx.array, state: Any, mask: mx.array | None) -> bool:
     is_plain = isinstance(state, mx.array) and state.dtype == mx.float32 and mask is None
     return is_plain and inputs.shape[1] == 1 and inputs.dtype == mx.float32 and Step.now() is not None
+
+
+def _is_prompt(values: mx.array, gates: mx.array, mask: mx.array | None) -> bool:
+    """With one gate a head: where each element of a key has its own, a chunk is no product."""
+    is_plain = mask is None and values.dtype == mx.float32 and gates.ndim == values.ndim - 1
+    return is_plain and values.shape[1] >= chunked_delta.MIN_TOKENS and Step.now() is not None
 
 
 def install() -> None:
