@@ -2,7 +2,7 @@
 
 Of one token: a state is decayed, a product of two vectors is added to it, and a third vector is multiplied with it.
 Matrix products do each in one pass, in a fraction of the operations. Up to rounding the result is the same. Prompts go
-by chunks where that is known (`chunked_delta`).
+by chunks (`chunked_states`).
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import gated_delta, ssm
 
-from worker import chunked_delta
+from worker import chunked_states
 from worker.attention import Step
 
 _mlx_ssm_update = ssm.ssm_update
@@ -32,15 +32,20 @@ def ssm_update(
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, Any]:
     """As mlx-lm's."""
-    if not _is_one_token(hidden_states, state, mask) or lengths is not None:
+    is_one, is_prompt = _is_one_token(hidden_states, state, mask), _is_prompt(hidden_states, state, mask)
+    if not (is_one or is_prompt) or lengths is not None:
         result: tuple[mx.array, Any] = _mlx_ssm_update(
             hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
         )
         return result
     rows, _, heads, dim = hidden_states.shape
     groups, size = B.shape[2:]
-    dt = ssm.compute_dt(dt, dt_bias, time_step_limit).reshape(rows, heads, 1, 1)
-    decay = mx.exp(dt * -mx.exp(A_log.astype(mx.float32)).reshape(heads, 1, 1))
+    dt, rates = ssm.compute_dt(dt, dt_bias, time_step_limit), -mx.exp(A_log.astype(mx.float32))
+    if is_prompt:
+        y, after = chunked_states.ssm(dt[..., None] * hidden_states, dt * rates, B, C, state)
+        return y + hidden_states * D.reshape(heads, 1), after
+    dt = dt.reshape(rows, heads, 1, 1)
+    decay = mx.exp(dt * rates.reshape(heads, 1, 1))
     inputs = hidden_states.reshape(rows, heads, dim, 1)
     keys = mx.broadcast_to(B.reshape(rows, groups, 1, size), (rows, groups, heads // groups, size))
     after = mx.addmm(state * decay, dt * inputs, keys.reshape(rows, heads, 1, size))
@@ -59,7 +64,9 @@ def gated_delta_ops(
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """As mlx-lm's."""
-    is_one, is_prompt = _is_one_token(v, state, mask), _is_prompt(v, g, mask)
+    is_one, is_prompt = _is_one_token(v, state, mask), _is_prompt(v, state, mask)
+    # Where each element of a key has a gate of its own, a chunk is no product.
+    is_prompt = is_prompt and g.ndim == v.ndim - 1
     if not (is_one or is_prompt) or k.dtype != mx.float32:
         result: tuple[mx.array, mx.array] = _mlx_gated_delta_ops(q, k, v, g, beta, state, mask)
         return result
@@ -67,7 +74,7 @@ def gated_delta_ops(
     repeats = heads // k.shape[2]
     queries, keys = (mx.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (q, k))
     if is_prompt:
-        return chunked_delta.run(queries, keys, v, g, beta, state)
+        return chunked_states.gated_delta(queries, keys, v, g, beta, state)
     assert state is not None
     # A gate for each element of a key, or one for all.
     decay = g.reshape(rows, heads, 1, -1)
@@ -82,10 +89,9 @@ def _is_one_token(inputs: mx.array, state: Any, mask: mx.array | None) -> bool:
     return is_plain and inputs.shape[1] == 1 and inputs.dtype == mx.float32 and Step.now() is not None
 
 
-def _is_prompt(values: mx.array, gates: mx.array, mask: mx.array | None) -> bool:
-    """With one gate a head: where each element of a key has its own, a chunk is no product."""
-    is_plain = mask is None and values.dtype == mx.float32 and gates.ndim == values.ndim - 1
-    return is_plain and values.shape[1] >= chunked_delta.MIN_TOKENS and Step.now() is not None
+def _is_prompt(inputs: mx.array, state: Any, mask: mx.array | None) -> bool:
+    is_plain = mask is None and inputs.dtype == mx.float32 and (state is None or state.dtype == mx.float32)
+    return is_plain and inputs.shape[1] >= chunked_states.MIN_TOKENS and Step.now() is not None
 
 
 def install() -> None:

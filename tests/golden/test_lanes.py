@@ -32,4 +32,5 @@ def test_lanes_give_the_tokens_and_logprobs_of_mlx_lm(case, monkeypatch):
     checked = scenario.check(make_model(case), config_of(case))
     assert not checked.problems
     assert checked.max_logprob_error <= scenario.LOGPROB_TOLERANCE
-    assert any(used)
+    # A model that looks at numbers on the way, or that nobody has read, has none.
+    assert any(used) or case not in _ALWAYS
