@@ -8,7 +8,7 @@ attention do the same on GPUs). Computed in float32, whatever the pools hold.
 
 import mlx.core as mx
 
-from worker import cpu_math
+from worker import cpu_math, lanes
 from worker.cpu_math import Part
 from worker.group_rows import DecodeGroup, GroupRows, PrefillSpan
 from worker.metal import twins
@@ -32,12 +32,18 @@ def cascade_attention(
     queries = queries.astype(mx.float32)
     sharing: list[tuple[int, int, Part]] = []
     outputs: dict[int, mx.array] = {}
-    for group in rows.decode_groups:
+
+    def decode(group: DecodeGroup) -> tuple[int, int, Part | mx.array]:
         part = queries[group.first : group.last]
         if group.is_sharing:
-            sharing.append((group.first, group.last, _decode_part(part, pools, group, num_kv_heads, scale)))
+            return group.first, group.last, _decode_part(part, pools, group, num_kv_heads, scale)
+        return group.first, group.last, twins.paged_decode(part, *pools, group, num_kv_heads, scale)
+
+    for first, last, decoded in lanes.by_group(decode, rows.decode_groups, num_kv_heads, queries):
+        if isinstance(decoded, Part):
+            sharing.append((first, last, decoded))
         else:
-            outputs[group.first] = twins.paged_decode(part, *pools, group, num_kv_heads, scale)
+            outputs[first] = decoded
     for span in rows.prefills:
         part = queries[span.first : span.last].transpose(2, 1, 0, 3)
         if span.is_sharing:

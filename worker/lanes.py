@@ -8,14 +8,19 @@ OpenBLAS lets no more than one product at a time have several.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, TypeVar
 
 import mlx.core as mx
 
+from worker.group_rows import DecodeGroup
+
+# Fewer keys, in numbers, are attended to before lanes have waited for each other.
+MIN_KEYS = 1 << 18
 # OpenBLAS gives a product of so many multiplications one thread.
 _ONE_THREAD = 1 << 18
 
-Run = Callable[[], mx.array]
+T = TypeVar("T")
 
 
 class Lanes:
@@ -46,7 +51,7 @@ class Lanes:
         """None where there is but one, or no graph is being built."""
         return Lanes._now
 
-    def each(self, runs: Sequence[Run], costs: Sequence[int], products: Sequence[int] = ()) -> list[mx.array]:
+    def each(self, runs: Sequence[Callable[[], T]], costs: Sequence[int], products: Sequence[int] = ()) -> list[T]:
         """The results, shared out by cost.
 
         `products` are the multiplications of the largest one of each: those that BLAS would give several threads stay
@@ -59,14 +64,34 @@ class Lanes:
             loads[lanes[place]] += costs[place]
         return [self._run(run, lane) for run, lane in zip(runs, lanes, strict=True)]
 
-    def _run(self, run: Run, lane: int) -> mx.array:
+    def _run(self, run: Callable[[], T], lane: int) -> T:
         if not lane:
             return run()
         with mx.stream(self._streams[lane - 1]):
             return run()
 
 
-def tiles(runs: Sequence[Run], costs: Sequence[int]) -> list[mx.array]:
+def tiles(runs: Sequence[Callable[[], mx.array]], costs: Sequence[int]) -> list[mx.array]:
     """The results, in lanes if the step's rows are."""
     lanes = Lanes.now()
     return [run() for run in runs] if lanes is None or not lanes.has_rows else lanes.each(runs, costs)
+
+
+def by_group(
+    attend: Callable[[DecodeGroup], T], groups: Sequence[DecodeGroup], num_kv_heads: int, queries: mx.array
+) -> list[T]:
+    """Attention of decode rows in plain MLX: in lanes, and groups cut for them, where enough is to be read.
+
+    `queries [num_rows, num_heads, 1, head_dim]` are those of all groups. Results are in the order of rows.
+    """
+    lanes, (_, num_heads, _, head_dim) = Lanes.now(), queries.shape
+    num_keys = sum(group.num_slots for group in groups) * num_kv_heads * head_dim
+    if lanes is None or num_keys < MIN_KEYS:
+        return [attend(group) for group in groups]
+    pieces = [piece for group in groups for piece in group.cut(lanes.num)]
+    costs = [piece.num_slots for piece in pieces]
+    products = [
+        cost // (piece.last - piece.first) * num_heads // num_kv_heads * head_dim
+        for piece, cost in zip(pieces, costs, strict=True)
+    ]
+    return lanes.each([partial(attend, piece) for piece in pieces], costs, products)

@@ -4,27 +4,21 @@ Decode rows and prefill rows are decided apart. A kernel takes all rows of its k
 by groups of alike lengths and by spans, gathering what they see.
 """
 
-import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from worker import odd_attention
+from worker import lanes, odd_attention
 from worker.batch import Batch
 from worker.cascade import cascade_attention
 from worker.group_rows import DecodeGroup, GroupRows
 from worker.kv_shapes import LayerShape, ReachKind
-from worker.lanes import Lanes
 from worker.metal import prefill, twins
 from worker.metal.decode_plan import may_share_loads
 from worker.metal.dispatch import Kernels
 from worker.metal.kv_pools import KVPool
 from worker.metal.prefill_rows import PrefillOptions
 from worker.odd_attention import Extras
-
-# Fewer keys, in numbers, are attended to before lanes have waited for each other.
-_MIN_KEYS = 1 << 18
 
 
 # Not frozen: that would make it take three times as long, once a layer.
@@ -80,7 +74,7 @@ def attend(call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, *, 
                 return twins.paged_decode(part, *pools, group, heads, call.scale)
             return odd_attention.decode(part, pools, group, heads, call.scale, call.extras)
 
-        outputs += _in_lanes(decode, groups, heads, queries)
+        outputs += lanes.by_group(decode, groups, heads, queries)
     else:
         soft_cap, sinks = call.extras.soft_cap or 0.0, call.extras.sinks
         for group in groups:
@@ -113,7 +107,7 @@ def attend_latent(
         def decode(group: DecodeGroup) -> mx.array:
             return odd_attention.latent_decode(_rows_of(queries, group), latents, latent_dim, group, scale)
 
-        outputs += _in_lanes(decode, groups, 1, queries)
+        outputs += lanes.by_group(decode, groups, 1, queries)
     else:
         for group in groups:
             part = _rows_of(queries, group).astype(latents.dtype)
@@ -137,23 +131,6 @@ def _shares_loads(call: LayerCall) -> bool:
     return call.kernels.shares_verify_loads and may_share_loads(
         call.shape.head_dim, has_recurrent_layers=call.has_states
     )
-
-
-def _in_lanes(
-    decode: Callable[[DecodeGroup], mx.array], groups: Sequence[DecodeGroup], num_kv_heads: int, queries: mx.array
-) -> list[mx.array]:
-    """The groups' attention in plain MLX, in lanes where there are some and enough is to be read."""
-    lanes, (_, num_heads, _, head_dim) = Lanes.now(), queries.shape
-    num_keys = sum(group.num_slots for group in groups) * num_kv_heads * head_dim
-    if lanes is None or num_keys < _MIN_KEYS:
-        return [decode(group) for group in groups]
-    pieces = [piece for group in groups for piece in group.cut(lanes.num)]
-    costs = [piece.num_slots for piece in pieces]
-    products = [
-        cost // (piece.last - piece.first) * num_heads // num_kv_heads * head_dim
-        for piece, cost in zip(pieces, costs, strict=True)
-    ]
-    return lanes.each([functools.partial(decode, piece) for piece in pieces], costs, products)
 
 
 def _joined(outputs: list[mx.array]) -> mx.array:

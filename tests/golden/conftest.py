@@ -1,5 +1,7 @@
 """What runs when it is asked for: `pytest tests/golden -m matrix`, all families; `-m smollm2`, a real model."""
 
+import pytest
+
 from worker import blas
 
 blas.load()
@@ -20,3 +22,14 @@ def pytest_collection_modifyitems(config, items):
     deselected = [item for item in items if any(item.get_closest_marker(name) for name in hidden)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
+
+
+@pytest.fixture
+def two_lanes(monkeypatch):
+    """Engines with two lanes, and so few rows a lane that nearly all steps have some, but where one core is faster."""
+    from worker import lanes, product_threads
+
+    monkeypatch.setattr(blas, "most_threads", lambda: 2)
+    monkeypatch.setattr(blas, "use_threads", lambda num: None)
+    monkeypatch.setattr(product_threads, "ROWS_A_LANE", 2)
+    monkeypatch.setattr(lanes, "MIN_KEYS", 0)
