@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from worker import cpu_math
 
-# Of fewer tokens, mlx-lm's way is as fast.
+# From here on a layer of gated delta net takes half as long or less; one of Mamba 2 a tenth of a millisecond longer up
+# to twice as many tokens, and less from then on.
 MIN_TOKENS = 8
 # Longer chunks have more to do for each token, shorter ones more operations.
 _DELTA_CHUNK = 16

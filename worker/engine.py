@@ -18,6 +18,7 @@ from worker import blas, description, mixers, models, reading
 from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
+from worker.cores import CoreChoice
 from worker.errors import AdapterRefused, ProtocolError
 from worker.grammar import GrammarTable
 from worker.kv_tensors import KVTensors
@@ -25,7 +26,6 @@ from worker.lanes import Lanes
 from worker.metal.dispatch import Kernels
 from worker.models import Layout, LoadedModel
 from worker.plan_blocks import PlanBlocks
-from worker.product_threads import ProductThreads
 from worker.row_rules import make_rules
 from worker.running_step import RunningStep
 from worker.sequences import SequenceState, TableLayout
@@ -56,7 +56,7 @@ class Engine:
         self._memory_limit_bytes = memory_limit_bytes
         self._grammars = grammars
         self._speculation = speculation or Speculation()
-        self._product_threads = ProductThreads(num_cores, blas.use_threads)
+        self._core_choice = CoreChoice(num_cores, blas.use_threads)
         self._lanes = Lanes(num_cores)
         self._step = Step(kernels)
         # What the model is given as its cache.
@@ -208,7 +208,7 @@ class Engine:
         step = RunningStep(pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped), started_s, slices)
         if slices:
             self._share_out(step)
-            with self._lanes.building(has_rows=step.cores.has_lanes):
+            with self._lanes.building(are_used=step.cores.are_many, has_rows=step.cores.has_lanes):
                 self._forward(step, tensors)
             step.make_draw(self._grammars, is_early=True)
         return step
@@ -217,7 +217,7 @@ class Engine:
         self._launched_s = time.perf_counter()
         step.fill_in()
         step.make_draw(self._grammars)
-        self._product_threads.begin(step.cores)
+        self._core_choice.begin(step.cores)
         self._configured().start(*step.outputs())
         self._running = step
         step.await_tokens()
@@ -225,7 +225,7 @@ class Engine:
     def _finish(self, step: RunningStep) -> pb.StepResult:
         tensors, result = self._configured(), step.result
         tensors.finish()
-        self._product_threads.ended(step.cores, time.perf_counter() - self._launched_s)
+        self._core_choice.ended(step.cores, time.perf_counter() - self._launched_s)
         wrong = step.report()
         # Of another step nothing is to be settled, but the next one may have been built, and have drafts.
         if step.has_drafts:
@@ -316,7 +316,7 @@ class Engine:
     def _share_out(self, step: RunningStep) -> None:
         """Whether its rows run in lanes; those of adapters are counted by the step, so they stay together."""
         allows_lanes = self._parts_rows and not any(sequence.adapter for sequence, _ in step.slices)
-        step.cores = self._product_threads.choose(step.num_rows, allows_lanes=allows_lanes)
+        step.cores = self._core_choice.choose(step.num_rows, allows_lanes=allows_lanes)
 
     def _forward(self, step: RunningStep, tensors: KVTensors) -> None:
         """The graph up to the logits."""

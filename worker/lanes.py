@@ -1,9 +1,9 @@
 """A step's work in lanes, each on a core of its own, for MLX's CPU build.
 
 MLX runs what is on one stream on one core, and only products inside of it take more, where BLAS has threads. A lane is
-a stream. Decode rows attend in lanes in every step. In a step of many rows the tiles of a prompt's attention do too,
-and modules run some of their rows in each lane (`worker.row_lanes`); its products have one thread each then, because
-OpenBLAS lets no more than one product at a time have several.
+a stream. Decode rows whose contexts are long enough attend in lanes. In a step of many rows the tiles of a prompt's
+attention do too, and modules run some of their rows in each lane (`worker.row_lanes`); its products have one thread
+each then, because OpenBLAS lets no more than one product at a time have several.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +15,10 @@ import mlx.core as mx
 
 from worker.group_rows import DecodeGroup
 
-# Fewer keys, in numbers, are attended to before lanes have waited for each other.
-MIN_KEYS = 1 << 18
-# OpenBLAS gives a product of so many multiplications one thread.
+# From so many numbers of keys a layer, attention in two lanes took 0.4 to 0.6 of the time (EPYC, idle). Half as many
+# gained a tenth, and lost up to seven tenths where others wanted the core.
+MIN_KEYS = 1 << 20
+# OpenBLAS gives a product of so many multiplications one thread; more, where it has kernels for small ones.
 _ONE_THREAD = 1 << 18
 
 T = TypeVar("T")
@@ -38,9 +39,9 @@ class Lanes:
         self._streams = [mx.new_stream(mx.cpu) for _ in range(most - 1)]
 
     @contextmanager
-    def building(self, *, has_rows: bool) -> Iterator[None]:
-        """While the graph of a step is built."""
-        self.has_rows, Lanes._now = has_rows, self if self.num > 1 else None
+    def building(self, *, are_used: bool = True, has_rows: bool) -> Iterator[None]:
+        """While the graph of a step is built, which may be one for a single core."""
+        self.has_rows, Lanes._now = has_rows, self if are_used and self.num > 1 else None
         try:
             yield
         finally:
@@ -48,7 +49,7 @@ class Lanes:
 
     @staticmethod
     def now() -> "Lanes | None":
-        """None where there is but one, or no graph is being built."""
+        """None where there is but one, the step is to use one, or no graph is being built."""
         return Lanes._now
 
     def each(self, runs: Sequence[Callable[[], T]], costs: Sequence[int], products: Sequence[int] = ()) -> list[T]:
@@ -85,8 +86,7 @@ def by_group(
     `queries [num_rows, num_heads, 1, head_dim]` are those of all groups. Results are in the order of rows.
     """
     lanes, (_, num_heads, _, head_dim) = Lanes.now(), queries.shape
-    num_keys = sum(group.num_slots for group in groups) * num_kv_heads * head_dim
-    if lanes is None or num_keys < MIN_KEYS:
+    if lanes is None or sum(group.num_slots for group in groups) * num_kv_heads * head_dim < MIN_KEYS:
         return [attend(group) for group in groups]
     pieces = [piece for group in groups for piece in group.cut(lanes.num)]
     costs = [piece.num_slots for piece in pieces]

@@ -13,8 +13,8 @@ from protos.cidery.v1 import sampling_pb2
 from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker import reading
 from worker.batch import Batch, Span
+from worker.cores import Cores
 from worker.grammar import GrammarTable
-from worker.product_threads import Cores
 from worker.row_rules import shape
 from worker.sampler import Draw, RowLogprobs
 from worker.sequences import SequenceState

@@ -26,10 +26,22 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def two_lanes(monkeypatch):
-    """Engines with two lanes, and so few rows a lane that nearly all steps have some, but where one core is faster."""
-    from worker import lanes, product_threads
+    """Engines with two lanes, and so few rows a lane that nearly all steps have some, but where one core is faster.
+
+    Gives a list to which each use of lanes adds how many runs it shared out.
+    """
+    from worker import cores, lanes
 
     monkeypatch.setattr(blas, "most_threads", lambda: 2)
     monkeypatch.setattr(blas, "use_threads", lambda num: None)
-    monkeypatch.setattr(product_threads, "ROWS_A_LANE", 2)
+    monkeypatch.setattr(cores, "ROWS_A_LANE", 2)
     monkeypatch.setattr(lanes, "MIN_KEYS", 0)
+    used: list[int] = []
+    each = lanes.Lanes.each
+
+    def counting(self, runs, *others):
+        used.append(len(runs))
+        return each(self, runs, *others)
+
+    monkeypatch.setattr(lanes.Lanes, "each", counting)
+    return used

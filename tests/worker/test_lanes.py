@@ -21,6 +21,8 @@ def test_there_are_lanes_only_while_a_graph_is_built_and_only_if_there_are_sever
     with Lanes(1).building(has_rows=False):
         assert Lanes.now() is None
     lanes = Lanes(3)
+    with lanes.building(are_used=False, has_rows=False):
+        assert Lanes.now() is None
     with lanes.building(has_rows=True):
         assert Lanes.now() is lanes
         assert lanes.has_rows

@@ -38,7 +38,7 @@ class Cores:
         return self.are_many and self.in_lanes
 
 
-class ProductThreads:
+class CoreChoice:
     """Chooses between one core and `most` for each step. `use` sets the number of threads, between two steps.
 
     With `most` 1 there is nothing to choose, and `use` is never called.

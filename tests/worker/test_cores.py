@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.product_threads import ROWS_A_LANE, Cores, ProductThreads
+from worker.cores import ROWS_A_LANE, CoreChoice, Cores
 
 SECONDS_A_ROW = 1e-3
 
@@ -19,7 +19,7 @@ class Machine:
 
     def __init__(self, most: int) -> None:
         self.used: list[int] = []
-        self.threads = ProductThreads(most, self.used.append)
+        self.threads = CoreChoice(most, self.used.append)
         self.taken: list[int] = []
         self._runs: tuple[Cores, float] | None = None
 
@@ -76,7 +76,7 @@ def test_sizes_are_judged_apart():
 @pytest.mark.parametrize("most", [2, 4])
 def test_many_rows_run_in_lanes_and_fewer_with_threads(most):
     used: list[int] = []
-    threads = ProductThreads(most, used.append)
+    threads = CoreChoice(most, used.append)
     enough = ROWS_A_LANE * most
     for num_rows, allowed in ((enough, True), (enough - 1, True), (enough, False)):
         # One core is tried first.
@@ -91,7 +91,7 @@ def test_many_rows_run_in_lanes_and_fewer_with_threads(most):
 
 
 def test_what_lanes_gain_and_what_threads_lose_is_judged_apart():
-    threads = ProductThreads(2, lambda num: None)
+    threads = CoreChoice(2, lambda num: None)
     for _ in range(300):
         for allowed, speedup in ((True, 1.8), (False, 0.5)):
             cores = threads.choose(200, allows_lanes=allowed)
