@@ -22,6 +22,7 @@ from worker.draft_memory import BLOCK_SIZE as BLOCK_SIZE
 from worker.draft_memory import DraftMemory, Followed, Guess
 from worker.drafting import Outlook
 from worker.errors import UnsupportedModelError
+from worker.evaluation import Inline
 from worker.metal.dispatch import Kernels
 from worker.models import Layout, LoadedModel
 
@@ -65,7 +66,7 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._step = Step(kernels)
         self._caches = models.attach(loaded, self._step)
-        self._memory = DraftMemory(loaded.caches, kernels.make_writer(), kv_bytes)
+        self._memory = DraftMemory(loaded.caches, kernels.make_writer(Inline()), kv_bytes)
         self._tensors = self._memory.tensors
         # Of one guess of all sequences of a step; 0.0 until one has run.
         self.token_s = 0.0

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from cluster.kv.hashing import BlockHash
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import blas, description, mixers, models, reading
+from worker import blas, cpu_math, description, evaluation, inspection, mixers, models, reading
 from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
@@ -57,10 +57,15 @@ class Engine:
         self._grammars = grammars
         self._speculation = speculation or Speculation()
         self._core_choice = CoreChoice(num_cores, blas.use_threads)
-        self._lanes = Lanes(num_cores)
         self._step = Step(kernels)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
+        # What evaluates while a graph is built can't be asked for a number that building needs.
+        is_beside = cpu_math.is_available() and kernels.are_plain and not self._needs_tokens
+        self._evaluator = evaluation.beside() if is_beside else evaluation.Inline()
+        # Of whatever stream, and some of it is not among its parameters.
+        mx.eval(inspection.arrays_of(loaded.model))
+        self._lanes = Lanes(self._evaluator.streams(num_cores - 1))
         self._parts_rows = num_cores > 1 and models.part_rows(loaded, self._lanes)
         self._adapters = Adapters(loaded.model, self._step, mixes_rows=loaded.layout is not Layout.DENSE)
         self._tensors: KVTensors | None = None
@@ -109,7 +114,7 @@ class Engine:
             groups=groups,
             num_blocks=message.num_blocks,
             block_size=message.block_size,
-            writer=self._kernels.make_writer(),
+            writer=self._kernels.make_writer(self._evaluator),
         )
         self._blocks = PlanBlocks(self._tensors, self._sequences)
         self._tables = description.table_layout(self._loaded.caches, groups, message.block_size)
@@ -126,6 +131,7 @@ class Engine:
     def reset(self) -> None:
         """Drop all sequences and the pools, and give the memory back. What runs is not reported."""
         self._running = None
+        self._evaluator.abandon()
         self._sequences.clear()
         self._speculation.reset()
         self._tensors = self._blocks = self._tables = None
@@ -158,14 +164,16 @@ class Engine:
             self.drain(report)
         step = self._build(plan)
         # A pool that is still read would be copied by the next write: one step runs at a time.
-        self.drain(report)
+        result = self._finish_running()
         self._launch(step)
+        if result is not None:
+            report(result)
 
     def drain(self, report: Callable[[pb.StepResult], None]) -> None:
         """Wait for the step that runs, if any, and report its result."""
-        step, self._running = self._running, None
-        if step is not None:
-            report(self._finish(step))
+        result = self._finish_running()
+        if result is not None:
+            report(result)
 
     @property
     def is_running(self) -> bool:
@@ -189,9 +197,13 @@ class Engine:
 
     def _goes_ahead(self, plan: pb.StepPlan) -> bool:
         """Whether a plan's graph can be built before the step that runs has ended."""
-        running, loaded = self._running, self._loaded
-        needs_tokens = loaded.layout is Layout.DENSE or loaded.reads_values
-        return running is None or not (needs_tokens or plan.resizes or running.may_draft)
+        running = self._running
+        return running is None or not (self._needs_tokens or plan.resizes or running.may_draft)
+
+    @property
+    def _needs_tokens(self) -> bool:
+        """Whether a step's tokens must be known while its graph is built."""
+        return self._loaded.layout is Layout.DENSE or self._loaded.reads_values
 
     def _build(self, plan: pb.StepPlan) -> RunningStep:
         started_s = time.perf_counter()
@@ -199,37 +211,46 @@ class Engine:
         assert self._blocks is not None
         for seq_id in plan.released_seq_ids:
             self._release(seq_id)
-        self._blocks.resize(plan.resizes)
+        with self._evaluator.building():
+            self._blocks.resize(plan.resizes)
         self._blocks.edit(plan.edits)
         for message in plan.new_sequences:
             self._admit(message, self._blocks)
-        self._blocks.move(plan.copies, plan.zeroes)
+        with self._evaluator.building():
+            self._blocks.move(plan.copies, plan.zeroes)
         skipped, slices = self._take_slices(plan, tensors, self._blocks)
         step = RunningStep(pb.StepResult(step_id=plan.step_id, skipped_seq_ids=skipped), started_s, slices)
         if slices:
             self._share_out(step)
-            with self._lanes.building(are_used=step.cores.are_many, has_rows=step.cores.has_lanes):
-                self._forward(step, tensors)
-            step.make_draw(self._grammars, is_early=True)
+            with self._evaluator.building():
+                with self._lanes.building(are_used=step.cores.are_many, has_rows=step.cores.has_lanes):
+                    self._forward(step, tensors)
+                step.make_draw(self._grammars, self._evaluator, is_early=True)
         return step
 
     def _launch(self, step: RunningStep) -> None:
         self._launched_s = time.perf_counter()
         step.fill_in()
-        step.make_draw(self._grammars)
+        with self._evaluator.building():
+            step.make_draw(self._grammars, self._evaluator)
         self._core_choice.begin(step.cores)
         self._configured().start(*step.outputs())
         self._running = step
         step.await_tokens()
 
-    def _finish(self, step: RunningStep) -> pb.StepResult:
+    def _finish_running(self) -> pb.StepResult | None:
+        """The result of the step that runs, if any, as soon as it is there."""
+        step, self._running = self._running, None
+        if step is None:
+            return None
         tensors, result = self._configured(), step.result
         tensors.finish()
         self._core_choice.ended(step.cores, time.perf_counter() - self._launched_s)
         wrong = step.report()
         # Of another step nothing is to be settled, but the next one may have been built, and have drafts.
         if step.has_drafts:
-            tensors.settle_drafts([each.sequence.block_tables for each in wrong])
+            with self._evaluator.building():
+                tensors.settle_drafts([each.sequence.block_tables for each in wrong])
         self._report_drafts(step)
         ended_s = time.perf_counter()
         began_s = max(step.started_s, self._idle_since_s)
@@ -292,7 +313,8 @@ class Engine:
                 sequence.append_blocks(piece.new_blocks)
             slices.append((sequence, sequence.span(piece, drafts.get(piece.seq_id, ()))))
         if not self._kernels.reads_seen_slots_alone:
-            self._clear_open_blocks([span for _, span in slices], tensors)
+            with self._evaluator.building():
+                self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
 
     def _drafts(self, plan: pb.StepPlan) -> dict[int, list[int]]:

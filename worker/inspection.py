@@ -5,7 +5,9 @@ import re
 import sys
 from collections.abc import Iterator
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 
 _PREFIX = "mlx_lm.models."
 _READS = re.compile(r"\bnp\.array\(|\.tolist\(|\.item\(|\bmx\.(async_)?eval\(")
@@ -41,6 +43,12 @@ def _reads_values(module: str) -> bool:
     except (KeyError, OSError, TypeError):
         return True
     return _READS.search(source) is not None
+
+
+def arrays_of(model: Module) -> list[mx.array]:
+    """All that it holds: its parameters, and what it keeps under names that begin with an underscore."""
+    leaves: list[tuple[str, object]] = tree_flatten(model)  # type: ignore[assignment]
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def children_of(module: Module) -> Iterator[Module]:

@@ -30,13 +30,12 @@ class Lanes:
     # Those of the graph that is being built.
     _now: ClassVar["Lanes | None"] = None
 
-    def __init__(self, most: int) -> None:
-        """`most` 1: there are none."""
-        self.num = most
+    def __init__(self, streams: Sequence[mx.Stream]) -> None:
+        """`streams` of the lanes beside the first, which is the stream of everything else."""
+        self.num = 1 + len(streams)
         # Whether modules part their rows.
         self.has_rows = False
-        # The first lane is the stream of everything else.
-        self._streams = [mx.new_stream(mx.cpu) for _ in range(most - 1)]
+        self._streams = streams
 
     @contextmanager
     def building(self, *, are_used: bool = True, has_rows: bool) -> Iterator[None]:

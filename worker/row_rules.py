@@ -5,7 +5,7 @@ a copy of their own.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from worker.errors import ProtocolError
 from worker.grammar import GrammarState, GrammarTable
 from worker.penalties import Penalties, TokenCounts, penalise
 
-_BITS = mx.arange(8, dtype=mx.uint8)
+_BITS = mx.array(list(range(8)), mx.uint8)
 
 
 class RowRules:
@@ -148,8 +148,16 @@ class ShapedLogits:
     logits: mx.array
 
 
-def shape(logits: mx.array, rules: Sequence[RowRules | None], grammars: GrammarTable | None) -> ShapedLogits | None:
-    """Apply the rules of each row of `logits [rows, vocab]`; None if no row has any."""
+def shape(
+    logits: mx.array,
+    rules: Sequence[RowRules | None],
+    grammars: GrammarTable | None,
+    begin: Callable[[Iterable[mx.array]], None],
+) -> ShapedLogits | None:
+    """Apply the rules of each row of `logits [rows, vocab]`; None if no row has any.
+
+    `begin` is asked to compute the logits if there is something to do meanwhile.
+    """
     rows = [row for row, of_row in enumerate(rules) if of_row is not None]
     if not rows:
         return None
@@ -160,7 +168,7 @@ def shape(logits: mx.array, rules: Sequence[RowRules | None], grammars: GrammarT
     if held:
         assert grammars is not None, "make_rules refuses grammars without a table"
         # The device begins with the forward now; the masks are computed meanwhile.
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        begin([logits])
         bits = grammars.masks([state for _, state in held]).view(np.uint8)
         must_end = {row for (row, _), own in zip(held, bits, strict=True) if _only_ends(shaped[row], own)}
         masks = mx.array(bits)

@@ -14,6 +14,7 @@ from protos.cidery.worker.v1 import worker_pb2 as pb
 from worker import reading
 from worker.batch import Batch, Span
 from worker.cores import Cores
+from worker.evaluation import Evaluator
 from worker.grammar import GrammarTable
 from worker.row_rules import shape
 from worker.sampler import Draw, RowLogprobs
@@ -73,7 +74,7 @@ class RunningStep:
             assert self.batch is not None, "a step of one sequence after the other is built after the one before"
             self.batch.set_last_tokens(late)
 
-    def make_draw(self, grammars: GrammarTable | None, *, is_early: bool = False) -> None:
+    def make_draw(self, grammars: GrammarTable | None, evaluator: Evaluator, *, is_early: bool = False) -> None:
         """The graph of the next tokens. `is_early`: not if rules have to see the tokens of the step before first."""
         sampling = [(sequence, span) for sequence, span in self.packed if span.samples]
         if self.draw is not None or self.logits is None or not sampling:
@@ -85,7 +86,7 @@ class RunningStep:
         drawing = self.logits if is_all else self.logits[mx.array(of_drawing, mx.int32)]
         self.verified = [rows_of(sequence, span) for sequence, span in sampling]
         rows = [row for each in self.verified for row in each.rows]
-        shaped = shape(drawing, [row.rules for row in rows], grammars)
+        shaped = shape(drawing, [row.rules for row in rows], grammars, evaluator.start)
         self.draw = Draw(drawing, [row.sampling for row in rows], [row.position for row in rows], shaped)
 
     def outputs(self) -> Iterator[mx.array]:

@@ -30,6 +30,7 @@ from cluster.config import bundled_model
 from protos.cidery.v1.sampling_pb2 import SamplingParams
 from protos.cidery.worker.v1.worker_pb2 import NewSequence
 from tests.bench import serve_report
+from worker.evaluation import Inline
 from worker.grammar import GrammarTable
 from worker.models import SamplingDefaults
 from worker.row_rules import RowRules, make_rules, shape
@@ -128,7 +129,7 @@ def draw(logits: mx.array, rows: Sequence[Row], table: GrammarTable) -> float:
             matcher.reset()
     started_s = time.perf_counter()
     positions = [PROMPT_TOKENS + ANSWER_TOKENS] * len(rows)
-    shaped = shape(logits, [rules for _, rules in rows], table)
+    shaped = shape(logits, [rules for _, rules in rows], table, Inline().start)
     drawn = Draw(logits, [row for row, _ in rows], positions, shaped)
     host_s = time.perf_counter() - started_s
     mx.eval(*drawn.outputs)

@@ -84,7 +84,7 @@ class TimedMac(InProcessMac):
         # Evaluating is neither graph nor report, but lies among both.
         tensors.start = self._noted("evaluate_ms", tensors.start)  # type: ignore[method-assign]
         tensors.finish = self._noted("evaluate_ms", tensors.finish)  # type: ignore[method-assign]
-        self.engine._finish = self._noted("report_ms", self.engine._finish)  # type: ignore[method-assign]
+        self.engine._finish_running = self._noted("report_ms", self.engine._finish_running)  # type: ignore[method-assign]
 
     def timed_step(self) -> dict[str, float]:
         """One step: from asking for a plan to the end of the result before."""

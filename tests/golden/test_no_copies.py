@@ -24,6 +24,7 @@ class WatchedMac(InProcessMac):
             return
         before, _ = mx.get_active_memory(), mx.reset_peak_memory()
         super().execute(plan)
+        self.engine._tensors.finish()
         assert mx.get_peak_memory() - before < min(self.pool_bytes())
         assert self.pointers() == self.first_pointers
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.golden.cases import config_of, make_model
 from worker import models
 from worker.attention import Step
+from worker.evaluation import Inline
 from worker.group_rows import GroupRows, RowSpan
 from worker.lanes import Lanes, tiles
 from worker.metal.dispatch import twin_kernels
@@ -18,9 +19,9 @@ from worker.row_lanes import install
 
 def test_there_are_lanes_only_while_a_graph_is_built_and_only_if_there_are_several():
     assert Lanes.now() is None
-    with Lanes(1).building(has_rows=False):
+    with Lanes([]).building(has_rows=False):
         assert Lanes.now() is None
-    lanes = Lanes(3)
+    lanes = Lanes(Inline().streams(2))
     with lanes.building(are_used=False, has_rows=False):
         assert Lanes.now() is None
     with lanes.building(has_rows=True):
@@ -43,7 +44,7 @@ def streams_of(lanes: Lanes, costs: list[int], products: list[int]) -> list[str]
     return streams
 
 
-LANES = Lanes(3)
+LANES = Lanes(Inline().streams(2))
 
 
 @given(st.lists(st.integers(1, 50), max_size=12))
@@ -94,7 +95,7 @@ def test_tiles_run_in_lanes_only_where_rows_do():
 def test_modules_that_treat_rows_alone_are_found_and_compute_the_same(case, classes):
     loaded = models.adapt(make_model(case), config_of(case))
     models.attach(loaded, Step(twin_kernels()))
-    lanes = Lanes(2)
+    lanes = Lanes(Inline().streams(1))
     tokens = mx.array(np.random.default_rng(0).integers(1, 60, (1, 40)), mx.int32)
     expected = loaded.model(tokens)
     found = install(loaded.model, lanes, [], loaded.vocab_size)
@@ -145,7 +146,7 @@ def test_a_module_that_mixes_rows_is_left_alone_and_what_is_in_it_is_not():
     toy = Toy(mixing, asking, mixing)
     tokens = mx.arange(30)[None]
     expected = toy(tokens)
-    lanes = Lanes(2)
+    lanes = Lanes(Inline().streams(1))
     assert install(toy, lanes, [], 32) == {nn.Linear}
     assert type(mixing) is Mixing
     with lanes.building(has_rows=True):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from protos.cidery.v1.sampling_pb2 import SamplingParams, TokenSequence
 from protos.cidery.worker.v1.worker_pb2 import NewSequence
 from worker.errors import ProtocolError
+from worker.evaluation import Inline
 from worker.models import SamplingDefaults
 from worker.row_rules import make_rules, shape
 from worker.sampler import Draw, RowSampling, uniform
@@ -120,7 +121,12 @@ def check_by_twin(token: int, raw: np.ndarray, row: Row) -> None:
 
 def run(logits: mx.array, rows: list[Row]):
     rules = [make_rules(row.message, logits.shape[-1], None) for row in rows]
-    draw = Draw(logits, [row.sampling for row in rows], [row.position for row in rows], shape(logits, rules, None))
+    draw = Draw(
+        logits,
+        [row.sampling for row in rows],
+        [row.position for row in rows],
+        shape(logits, rules, None, Inline().start),
+    )
     mx.eval(*draw.outputs)
     return draw.token_ids(), draw.logprobs()
 
@@ -200,7 +206,7 @@ def test_logits_are_changed_as_the_twin_says(data):
     rows = data.draw(st.lists(rows_of(vocab_size), min_size=1, max_size=5))
     raw = np.random.RandomState(data.draw(st.integers(0, 1000))).randn(len(rows), vocab_size).astype(np.float32)
     rules = [make_rules(row.message, vocab_size, None) for row in rows]
-    shaped = shape(mx.array(raw), rules, None)
+    shaped = shape(mx.array(raw), rules, None, Inline().start)
     by_row = {} if shaped is None else dict(zip(shaped.rows, np.array(shaped.logits), strict=True))
     for index, row in enumerate(rows):
         ours = by_row.get(index, raw[index])
@@ -219,7 +225,7 @@ def test_rules_that_followed_the_answer_equal_rules_rebuilt_from_tokens(vocab_si
         assert (followed is None) == (rebuilt is None)
         if followed is None:
             return
-        ours, theirs = (shape(logits, [rules], None).logits for rules in (followed, rebuilt))
+        ours, theirs = (shape(logits, [rules], None, Inline().start).logits for rules in (followed, rebuilt))
         assert np.array_equal(np.array(ours), np.array(theirs))
         followed.take(token)
 
@@ -228,8 +234,8 @@ def test_rows_without_rules_are_not_copied():
     """The logits of the others are all that rules touch."""
     logits = mx.array(np.random.RandomState(0).randn(4, 30).astype(np.float32))
     ruled = make_rules(NewSequence(token_ids=[1], sampling=SamplingParams(logit_bias={3: 9.0})), 30, None)
-    assert shape(logits, [None] * 4, None) is None
-    shaped = shape(logits, [None, ruled, None, ruled], None)
+    assert shape(logits, [None] * 4, None, Inline().start) is None
+    shaped = shape(logits, [None, ruled, None, ruled], None, Inline().start)
     assert shaped.rows == [1, 3]
     assert shaped.logits.shape == (2, 30)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from worker import switches
+from worker.evaluation import Evaluator
 from worker.metal import prefill, self_test, state_kernels
 from worker.metal.decode_checks import LatentNeeds
 from worker.metal.factory import MetalKernel
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 # Queries and keys `[rows, heads, head_dim]` and positions `[rows]`; both turned.
 Turn = Callable[[mx.array, mx.array, mx.array, RopeOptions], tuple[mx.array, mx.array]]
+
+
+_PLAIN = "mlx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +54,20 @@ class Kernels:
     reads_seen_slots_alone: bool = False
     updates_states_in_place: bool = False
     shares_verify_loads: bool = False
-    make_writer: Callable[[], PoolWriter] = ScatterWriter
+    make_writer: Callable[[Evaluator], PoolWriter] = ScatterWriter
     # Tokens of the blocks that they were tested for; 0: any.
     block_size: int = 0
     failed: tuple[str, ...] = ()
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether none is used."""
+        return self.name == _PLAIN
+
 
 def twin_kernels(failed: Iterable[str] = ()) -> Kernels:
     """Everything in plain MLX."""
-    return Kernels("mlx", failed=tuple(failed))
+    return Kernels(_PLAIN, failed=tuple(failed))
 
 
 def has_metal() -> bool:
@@ -128,7 +137,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
     }
     names = [name for name, is_used in used.items() if is_used]
     return Kernels(
-        f"metal {', '.join(names)}" if names else "mlx",
+        f"metal {', '.join(names)}" if names else _PLAIN,
         decode=PagedDecode(metal_kernel) if decodes else None,
         latent_decode=PagedDecode(metal_kernel) if decodes_latents else None,
         prefill=Prefill(PagedPrefill(metal_kernel)) if prefills else None,
@@ -139,7 +148,7 @@ def assemble(metal_kernel: MetalKernel, needs: Needs, works: Collection[str], fa
         reads_seen_slots_alone=reads_seen,
         updates_states_in_place=updates_states,
         shares_verify_loads=shares_verify_loads,
-        make_writer=(lambda: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
+        make_writer=(lambda _: InPlaceWriter(metal_kernel)) if in_place else ScatterWriter,
         block_size=next((need.block_size for need in needs if isinstance(need, (AttentionNeeds, LatentNeeds))), 0),
         failed=tuple(failed),
     )

@@ -22,6 +22,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from worker.evaluation import Evaluator, Inline
+
 Result = TypeVar("Result", mx.array, tuple[mx.array, ...])
 
 # Below this an input lies in Metal's constant address space, which can't be written, and makes another kernel.
@@ -131,7 +133,9 @@ def padded_ids(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
 class PoolWriter(ABC):
     """Owns pools; not thread-safe. All ids are of blocks, all writes lazy until `commit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, evaluator: Evaluator | None = None) -> None:
+        """What is written and read must be built where the evaluator wants it; without one, anywhere."""
+        self._evaluator = evaluator or Inline()
         self._arrays: dict[str, mx.array] = {}
         self._num_blocks: dict[str, int] = {}
         # How whoever made a pool sees it, which is how it is kept.
@@ -148,7 +152,8 @@ class PoolWriter(ABC):
             raise ValueError(f"pool {name}: {num_blocks} blocks {block_shape} are below {MIN_ELEMENTS} elements")
         pool = Pool(name, tuple(block_shape), dtype, is_by_head)
         self._kept_as[name] = pool.row_shape
-        self._place(name, mx.zeros((num_blocks * pool.num_rows, *pool.row_shape), dtype), num_blocks)
+        with self._evaluator.building():
+            self._place(name, mx.zeros((num_blocks * pool.num_rows, *pool.row_shape), dtype), num_blocks)
         return pool
 
     def num_blocks(self, pool: Pool) -> int:
@@ -158,18 +163,20 @@ class PoolWriter(ABC):
     def resize(self, pool: Pool, num_blocks: int) -> None:
         """Give a pool another size, new blocks zero: between steps only, since it copies the pool. Evaluates."""
         self.commit()
+        self.finish()
         # Plain MLX is not ordered behind writes in place.
-        mx.synchronize()
+        self._evaluator.wait()
         array = self._arrays.pop(pool.name)
         old = self._num_blocks[pool.name]
         rows = array.shape[0] // old
-        if num_blocks > old:
-            fresh = mx.zeros(((num_blocks - old) * rows, *array.shape[1:]), array.dtype)
-            array = mx.concatenate([array, fresh])
-        else:
-            # A slice would keep the whole buffer alive.
-            array = array[mx.arange(num_blocks * rows)]
-        self._place(pool.name, array, num_blocks)
+        with self._evaluator.building():
+            if num_blocks > old:
+                fresh = mx.zeros(((num_blocks - old) * rows, *array.shape[1:]), array.dtype)
+                array = mx.concatenate([array, fresh])
+            else:
+                # A slice would keep the whole buffer alive.
+                array = array[mx.arange(num_blocks * rows)]
+            self._place(pool.name, array, num_blocks)
 
     def write(self, pools: Sequence[Pool], rows: Sequence[mx.array], slots: Slots) -> None:
         """Store `rows[i] [num_rows, num_heads, dim]` in `pools[i]`, whose blocks are `[num_heads, block_size, dim]`.
@@ -268,8 +275,12 @@ class PoolWriter(ABC):
             raise PoolOrderError(f"pool {pool.name} is written after this step read it: commit first")
 
     def _place(self, name: str, array: mx.array, num_blocks: int) -> None:
-        mx.eval(array)
+        self._evaluate([array])
         self._arrays[name], self._num_blocks[name] = array, num_blocks
+
+    def _evaluate(self, arrays: Sequence[mx.array]) -> None:
+        self._evaluator.start(arrays)
+        self._evaluator.wait()
 
     def _seen(self, pool: Pool) -> mx.array:
         array = self._arrays[pool.name]

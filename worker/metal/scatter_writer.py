@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from worker.evaluation import Evaluator
 from worker.metal.pool_writer import Key, Pool, PoolOrderError, PoolWriter, Slots
 
 # Blocks of so many elements are copied one by one: a scatter takes MLX on a CPU ten times as long, a copy 5 us more.
@@ -18,8 +19,9 @@ _MIN_SLICED = 2_048
 class ScatterWriter(PoolWriter):
     """MLX's scatter with donation, and a full evaluation a step: one step at a time."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, evaluator: Evaluator | None = None) -> None:
+        """See `PoolWriter`."""
+        super().__init__(evaluator)
         self._results: list[weakref.ref[mx.array]] = []
         # Of kernels that wrote in place since the last commit.
         self._tokens: dict[Key, mx.array] = {}
@@ -41,7 +43,7 @@ class ScatterWriter(PoolWriter):
         contents = [self._by_block(pool)[index] for pool in pools]
         # A pending reader of the old pool would make the scatter copy all of it, be it of this step or the one before.
         self.finish()
-        mx.eval(contents)
+        self._evaluate(contents)
         for pool, content in zip(pools, contents, strict=True):
             self._put(pool, content, targets)
 
@@ -103,7 +105,7 @@ class ScatterWriter(PoolWriter):
         # A reader that has not completed would make the next scatter copy the pool.
         self.finish()
         unread = [result for reference in self._results if (result := reference()) is not None]
-        mx.async_eval(*outputs, *unread, *self._tokens.values(), *self._arrays.values())  # type: ignore[no-untyped-call]
+        self._evaluator.start([*outputs, *unread, *self._tokens.values(), *self._arrays.values()])
         self._results.clear()
         self._tokens.clear()
         self._is_running = True
@@ -111,8 +113,8 @@ class ScatterWriter(PoolWriter):
     def finish(self) -> None:
         """Wait until everything that was committed is done."""
         if self._is_running:
-            mx.synchronize()
             self._is_running = False
+            self._evaluator.wait()
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

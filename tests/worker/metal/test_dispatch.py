@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from worker.batch import Batch, Span
+from worker.evaluation import Inline
 from worker.metal import twins
 from worker.metal.decode_checks import LatentNeeds
 from worker.metal.decode_source import HEADER, merge_source, partials_source
@@ -58,7 +59,7 @@ def test_kernel_that_is_wrong_or_fails_gives_way_to_its_twin(caplog, metal, reas
     kernels = choose_kernels(_NEEDS, metal)
     assert (kernels.name, kernels.decode, kernels.prefill) == ("mlx", None, None)
     assert kernels.failed[:4] == ("write_kv", "paged_decode", "put_blocks", "paged_prefill")
-    assert isinstance(kernels.make_writer(), ScatterWriter)
+    assert isinstance(kernels.make_writer(Inline()), ScatterWriter)
     assert reason in caplog.text
 
 
@@ -80,7 +81,7 @@ def test_each_kernel_gives_way_by_itself(broken, name):
     kernels = assemble(FakeMetal(), _NEEDS, _ALL - broken, broken)
     assert (kernels.name, kernels.failed) == (name, tuple(broken))
     assert kernels.takes_ragged_rows == ("paged_decode" not in broken)
-    assert type(kernels.make_writer()) is (ScatterWriter if broken else InPlaceWriter)
+    assert type(kernels.make_writer(Inline())) is (ScatterWriter if broken else InPlaceWriter)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_latents_are_written_in_place_where_kernels_read_them(broken, name, take
     kernels = assemble(FakeMetal(), latents, _ALL - broken)
     assert (kernels.name, kernels.takes_ragged_rows) == (name, takes_ragged_rows)
     assert kernels.reads_seen_slots_alone == (broken <= {"in_place"})
-    assert type(kernels.make_writer()) is (ScatterWriter if broken else InPlaceWriter)
+    assert type(kernels.make_writer(Inline())) is (ScatterWriter if broken else InPlaceWriter)
     both = assemble(FakeMetal(), [*latents, *_NEEDS], _ALL - broken)
     alone = set(name.removeprefix("metal ").split(", "))
     assert set(both.name.removeprefix("metal ").split(", ")) == alone | {"paged_decode", "paged_prefill"}

@@ -8,6 +8,7 @@ import pytest
 
 from tests.msl_host.host import MslHost
 from tests.msl_host.require import require_toolchain
+from worker.evaluation import Inline
 from worker.metal import self_test, self_test_cases
 from worker.metal.decode_checks import LatentNeeds, VerifyNeeds
 from worker.metal.dispatch import assemble
@@ -59,7 +60,7 @@ def test_all_families_pass_for_what_models_need():
     report = run(FAMILIES, _NEEDS, host)
     assert report.failures == {}
     assert all(report.works(family.name) for family in FAMILIES)
-    assert isinstance(assemble(host, _NEEDS, report.passed).make_writer(), InPlaceWriter)
+    assert isinstance(assemble(host, _NEEDS, report.passed).make_writer(Inline()), InPlaceWriter)
     ran = {record.kernel for record in host.records}
     for kernel in (
         "write_kv",
@@ -97,7 +98,7 @@ def test_a_broken_kernel_is_named_and_the_others_still_run(caplog, family, kerne
     assert set(report.failures) == {family}
     assert report.works("rope") == (family != "rope")
     assert not report.works(family)
-    assert isinstance(assemble(broken, _NEEDS, report.passed).make_writer(), ScatterWriter)
+    assert isinstance(assemble(broken, _NEEDS, report.passed).make_writer(Inline()), ScatterWriter)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         f"metal kernel {family} is off, plain MLX runs in its place: {report.failures[family]}"
     ]
@@ -193,7 +194,7 @@ def test_trial_of_a_process_that_still_runs_is_no_end(tmp_path):
 
 
 def test_pools_are_written_by_scatter_where_nothing_was_tested():
-    assert isinstance(assemble(MslHost(), _NEEDS, run([], _NEEDS, None).passed).make_writer(), ScatterWriter)
+    assert isinstance(assemble(MslHost(), _NEEDS, run([], _NEEDS, None).passed).make_writer(Inline()), ScatterWriter)
 
 
 def test_names_of_families_are_their_own():
