@@ -74,6 +74,8 @@ class Step:
         """Build the next graph from `batch` over `tensors`; dense only for a flat batch."""
         Step._now = self
         self._batch, self._tensors, self.is_dense = batch, tensors, is_dense
+        if tensors.mirrors is not None:
+            tensors.mirrors.begin()
         self.hidden, self.adapters = None, StepAdapters.of(batch)
         # A state that sees drafts must be left as it was until it is known which are right.
         self.updates_states_in_place = self.kernels.updates_states_in_place and not batch.has_drafts
@@ -226,7 +228,15 @@ class PagedCache:
         step = self._step
         rows = self._rows(may_share=is_plain)
         return LayerCall(
-            self._shape, step.batch, rows, step.kernels, scale, extras, is_plain, has_states=step.tensors.has_states
+            self._shape,
+            step.batch,
+            rows,
+            step.kernels,
+            scale,
+            extras,
+            is_plain,
+            has_states=step.tensors.has_states,
+            mirror=step.tensors.mirror_of(self._index),
         )
 
     def _rows(self, *, may_share: bool) -> GroupRows:

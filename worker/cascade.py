@@ -6,11 +6,13 @@ come apart, and the two halves are merged by their softmax sums, as flash attent
 attention do the same on GPUs). Computed in float32, whatever the pools hold.
 """
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from worker import cpu_math, lanes
 from worker.cpu_math import Part
-from worker.group_rows import DecodeGroup, GroupRows, PrefillSpan
+from worker.group_rows import DecodeGroup, GroupRows, PrefillSpan, Seen
 from worker.metal import twins
 from worker.metal.kv_pools import KVPool
 from worker.shared_prefix import SharedPrefix
@@ -26,8 +28,12 @@ def cascade_attention(
     rows: GroupRows,
     num_kv_heads: int,
     scale: float,
+    see: Callable[[DecodeGroup], Seen],
 ) -> mx.array:
-    """Attention of a whole step whose rows have a shared prefix. Shapes: `[num_tokens, num_heads, 1, head_dim]`."""
+    """Attention of a whole step whose rows have a shared prefix. Shapes: `[num_tokens, num_heads, 1, head_dim]`.
+
+    `see` gives what decode rows see beside it.
+    """
     pools, dtype = (key_pool, value_pool), queries.dtype
     queries = queries.astype(mx.float32)
     sharing: list[tuple[int, int, Part]] = []
@@ -36,8 +42,8 @@ def cascade_attention(
     def decode(group: DecodeGroup) -> tuple[int, int, Part | mx.array]:
         part = queries[group.first : group.last]
         if group.is_sharing:
-            return group.first, group.last, _decode_part(part, pools, group, num_kv_heads, scale)
-        return group.first, group.last, twins.paged_decode(part, *pools, group, num_kv_heads, scale)
+            return group.first, group.last, _decode_part(part, see(group), scale)
+        return group.first, group.last, twins.decode(part, see(group), scale)
 
     for first, last, decoded in lanes.by_group(decode, rows.decode_groups, num_kv_heads, queries):
         if isinstance(decoded, Part):
@@ -82,10 +88,9 @@ def _merged(
     }
 
 
-def _decode_part(queries: mx.array, pools: Pools, group: DecodeGroup, num_kv_heads: int, scale: float) -> Part:
-    index = group.gather_index(num_kv_heads)
-    keys, values = (_gather(pool, index) for pool in pools)
-    part = cpu_math.attend_part(twins.by_kv_head(queries, num_kv_heads), keys, values, scale, group.mask)
+def _decode_part(queries: mx.array, seen: Seen, scale: float) -> Part:
+    keys, values = (vector.astype(mx.float32) for vector in seen.vectors)
+    part = cpu_math.attend_part(twins.by_kv_head(queries, keys.shape[1]), keys, values, scale, seen.mask)
     by_row = (*queries.shape[:3], 1)
     return Part(part.output.reshape(queries.shape), part.top.reshape(by_row), part.total.reshape(by_row))
 

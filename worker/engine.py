@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from cluster.kv.hashing import BlockHash
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import blas, cpu_math, description, evaluation, inspection, mixers, models, reading
+from worker import blas, cpu_math, description, evaluation, inspection, machine, mixers, models, reading
 from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
@@ -60,9 +60,11 @@ class Engine:
         self._step = Step(kernels)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
+        is_plain_cpu = cpu_math.is_available() and kernels.are_plain
         # What evaluates while a graph is built can't be asked for a number that building needs.
-        is_beside = cpu_math.is_available() and kernels.are_plain and not self._needs_tokens
+        is_beside = is_plain_cpu and not self._needs_tokens
         self._evaluator = evaluation.beside() if is_beside else evaluation.Inline()
+        self._mirror_bytes = machine.kept_bytes(memory_limit_bytes) if is_plain_cpu else 0
         # Of whatever stream, and some of it is not among its parameters.
         mx.eval(inspection.arrays_of(loaded.model))
         self._lanes = Lanes(self._evaluator.streams(num_cores - 1))
@@ -94,7 +96,7 @@ class Engine:
             kernels=self._kernels.name,
             pid=os.getpid(),
             is_gpu=mx.default_device() == mx.gpu,
-            activation_bytes=self.activation_bytes,
+            activation_bytes=self.activation_bytes + self._mirror_bytes,
             failed_kernels=self._kernels.failed,
         )
 
@@ -115,6 +117,7 @@ class Engine:
             num_blocks=message.num_blocks,
             block_size=message.block_size,
             writer=self._kernels.make_writer(self._evaluator),
+            mirror_bytes=self._mirror_bytes,
         )
         self._blocks = PlanBlocks(self._tensors, self._sequences)
         self._tables = description.table_layout(self._loaded.caches, groups, message.block_size)

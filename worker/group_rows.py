@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.batch_index import pool_rows
-from worker.block_runs import BlockRuns, find_runs
 from worker.kv_shapes import FULL_REACH, Reach
 from worker.metal.decode_plan import DecodePlan
 from worker.metal.pool_writer import Slots
@@ -34,6 +33,23 @@ class RowSpan:
     start: int
     end: int
     table: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the rows of a decode group see: keys and values, or latents, each `[rows, num_kv_heads, num_keys, dim]`.
+
+    `mask [rows, 1, 1, num_keys]`, None if every row sees all.
+    """
+
+    vectors: tuple[mx.array, ...]
+    mask: mx.array | None
+
+    def of_rows(self, first: int, last: int) -> "Seen":
+        """What some of the rows see."""
+        return Seen(
+            tuple(vector[first:last] for vector in self.vectors), None if self.mask is None else self.mask[first:last]
+        )
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,11 @@ class DecodeGroup:
     num_hidden: NDArray[np.int32] | None = None
     is_sharing: bool = False
     rows_per_sequence: int = 1
+    # Of rows that are their sequences' newest tokens: their whole tables, and where in them `block_tables` begin.
+    owners: tuple[Sequence[int], ...] = ()
+    starts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    # What it was cut from.
+    whole: "DecodeGroup | None" = None
     # Of kernels, by what they depend on beside the group.
     plans: dict[tuple[int, ...], DecodePlan] = field(default_factory=dict)
     _gather: dict[int, mx.array] = field(default_factory=dict)
@@ -87,6 +108,9 @@ class DecodeGroup:
             block_tables=self.block_tables[first:last],
             context_lens=self.context_lens[first:last],
             num_hidden=None if self.num_hidden is None else self.num_hidden[first:last],
+            owners=self.owners[first:last],
+            starts=self.starts[first:last],
+            whole=self,
             plans={},
             _gather={},
             _cuts={},
@@ -111,10 +135,19 @@ class DecodeGroup:
         return mx.array(mask[:, None, None, :])
 
     @cached_property
-    def runs(self) -> BlockRuns | None:
-        """Where the blocks of a lone row lie in a row, so that plain attention needs no copy of them."""
-        is_plain = len(self.context_lens) == 1 and self.num_hidden is None
-        return find_runs(self.block_tables[0]) if is_plain else None
+    def owner_ids(self) -> tuple[int, ...]:
+        """Identities of `owners`."""
+        return tuple(map(id, self.owners))
+
+    @cached_property
+    def ends(self) -> NDArray[np.int32]:
+        """Context length of each row's sequence, this row included."""
+        return self.starts + self.context_lens
+
+    @cached_property
+    def firsts_seen(self) -> NDArray[np.int32]:
+        """First position that each row sees here."""
+        return self.starts if self.num_hidden is None else self.starts + self.num_hidden
 
     def gather_index(self, num_kv_heads: int) -> mx.array:
         """Pool rows of every key of the group, `[rows, num_kv_heads, max_blocks]`."""
@@ -295,7 +328,12 @@ class GroupRows:
             # A skipped prefix is within reach of whoever shares it.
             hidden = np.array([self.reach.first_needed(span.start) for span in spans], np.int32) - starts
             num_hidden = hidden if hidden.any() else None
-        return DecodeGroup(first, last, tables, lens, size, num_hidden, is_sharing=self._skips[first] > 0)
+        return DecodeGroup(
+            *(first, last, tables, lens, size, num_hidden),
+            is_sharing=self._skips[first] > 0,
+            owners=tuple(span.table for span in spans),
+            starts=starts,
+        )
 
     def _verify_group(self, first: int, spans: Sequence[RowSpan], num_rows: int, *, shares_loads: bool) -> DecodeGroup:
         """Of spans with `num_rows` rows each, the first of them at row `first`."""

@@ -4,14 +4,18 @@ All of it goes through one `PoolWriter`, which knows in which order a pool may b
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from worker.batch import Batch
+from worker.group_rows import DecodeGroup, Seen
 from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, Quantization, StateShape
+from worker.metal.kv_pools import KVPool
 from worker.metal.pool_writer import Pool, PoolWriter, Result
 from worker.metal.quantized import QuantizedPool
 from worker.metal.scatter_writer import ScatterWriter
+from worker.mirrors import Layer, Mirrors
 from worker.pool_arrays import PoolArrays
 from worker.states import PendingStates, Slots
 
@@ -34,8 +38,9 @@ class KVTensors:
         num_blocks: Sequence[int],
         block_size: int,
         writer: PoolWriter | None = None,
+        mirror_bytes: int = 0,
     ) -> None:
-        """Without a `writer` by MLX's scatter."""
+        """Without a `writer` by MLX's scatter; with `mirror_bytes`, up to so many of what decode rows see are kept."""
         writer = writer or ScatterWriter()
         self.caches = tuple(caches)
         self.groups = tuple(groups)
@@ -49,10 +54,29 @@ class KVTensors:
             for cache, shape in enumerate(caches)
             if isinstance(shape, LayerShape)
         }
+        self.mirrors = Mirrors(mirror_bytes) if mirror_bytes else None
+        self._mirrored = self._mirrored_layers() if mirror_bytes else {}
         self._states = {
             cache: PendingStates(shape, writer, self._arrays.pools[cache])
             for cache, shape in enumerate(caches)
             if isinstance(shape, StateShape)
+        }
+
+    def mirror_of(self, cache: int) -> Callable[[DecodeGroup, Sequence[KVPool]], Seen | None] | None:
+        """What decode rows see of an attention cache, where that is kept."""
+        return self._mirrored.get(cache)
+
+    def _mirrored_layers(self) -> dict[int, Callable[[DecodeGroup, Sequence[KVPool]], Seen | None]]:
+        assert self.mirrors is not None
+        slot_bytes = [0] * len(self.groups)
+        for shape, group, _ in self._kept.values():
+            slot_bytes[group] += shape.num_kv_heads * sum(shape.vector_widths) * shape.dtype.size
+        return {
+            cache: partial(
+                self.mirrors.seen,
+                Layer(cache, group, shape.reach, shape.num_kv_heads, shape.head_dim, slot_bytes[group]),
+            )
+            for cache, (shape, group, _) in self._kept.items()
         }
 
     @property

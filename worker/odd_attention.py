@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from worker import cpu_math, lanes
-from worker.group_rows import DecodeGroup, PrefillSpan
+from worker.group_rows import PrefillSpan, Seen
 from worker.metal import twins
 from worker.metal.kv_pools import KVPool
 
@@ -31,17 +31,13 @@ PLAIN = Extras()
 Pools = tuple[KVPool, KVPool]
 
 
-def decode(
-    queries: mx.array, pools: Pools, group: DecodeGroup, num_kv_heads: int, scale: float, extras: Extras
-) -> mx.array:
-    """One query a row over the row's blocks. Shapes: queries `[rows, num_heads, 1, head_dim]`, result alike."""
-    index = group.gather_index(num_kv_heads)
-    # A mask is cheaper than cutting the keys, which would make them strided and have attention copy them.
-    keys, values = (twins.gather(pool, index) for pool in pools)
+def decode(queries: mx.array, seen: Seen, scale: float, extras: Extras) -> mx.array:
+    """One query a row over what it sees. Shapes: queries `[rows, num_heads, 1, head_dim]`, result alike."""
+    keys, values = seen.vectors
     if extras.sinks is not None:
         # Sinks go by query head, so heads can't become rows.
-        return _attend(queries, keys, values, scale, group.mask, extras)
-    output = _attend(twins.by_kv_head(queries, num_kv_heads), keys, values, scale, group.mask, extras)
+        return _attend(queries, keys, values, scale, seen.mask, extras)
+    output = _attend(twins.by_kv_head(queries, keys.shape[1]), keys, values, scale, seen.mask, extras)
     return output.reshape(*queries.shape[:3], values.shape[-1])
 
 
@@ -59,13 +55,13 @@ def prefill(
     return _by_tile(attend, span)
 
 
-def latent_decode(queries: mx.array, pool: KVPool, latent_dim: int, group: DecodeGroup, scale: float) -> mx.array:
+def latent_decode(queries: mx.array, seen: Seen, latent_dim: int, scale: float) -> mx.array:
     """Latent attention, one query a row: `[rows, num_heads, 1, latent_dim + rope_dim]`; result `latent_dim` wide.
 
     Values are the front of the keys; the rest is computed along and dropped, since cutting it off would copy them.
     """
-    latents = twins.gather(pool, group.gather_index(1))
-    output = _fast(twins.by_kv_head(queries, 1), latents, latents, scale, group.mask)
+    (latents,) = seen.vectors
+    output = _fast(twins.by_kv_head(queries, 1), latents, latents, scale, seen.mask)
     return output.reshape(queries.shape)[..., :latent_dim]
 
 

@@ -4,6 +4,7 @@ Decode rows and prefill rows are decided apart. A kernel takes all rows of its k
 by groups of alike lengths and by spans, gathering what they see.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import mlx.core as mx
 from worker import lanes, odd_attention
 from worker.batch import Batch
 from worker.cascade import cascade_attention
-from worker.group_rows import DecodeGroup, GroupRows
+from worker.group_rows import DecodeGroup, GroupRows, Seen
 from worker.kv_shapes import LayerShape, ReachKind
 from worker.metal import prefill, twins
 from worker.metal.decode_plan import may_share_loads
@@ -38,6 +39,8 @@ class LayerCall:
     extras: Extras
     is_plain: bool
     has_states: bool = False
+    # Of the layer's cache, if it has any.
+    mirror: Callable[[DecodeGroup, Sequence[KVPool]], Seen | None] | None = None
 
 
 def attends_to_fresh_keys(call: LayerCall) -> bool:
@@ -59,20 +62,22 @@ def fresh(call: LayerCall, queries: mx.array, keys: mx.array, values: mx.array) 
 def attend(call: LayerCall, queries: mx.array, keys: KVPool, values: KVPool, *, after: mx.array | None) -> mx.array:
     """Over pools of keys and values; shape of the queries, with the values' last dimension."""
     batch, rows, kernels, heads = call.batch, call.rows, call.kernels, call.shape.num_kv_heads
-    if rows.shared is not None:
-        return cascade_attention(queries, keys, values, rows, heads, call.scale)
     pools, outputs = (keys, values), []
+    if rows.shared is not None:
+        see = _sight(call, rows.decode_groups, pools)
+        return cascade_attention(queries, keys, values, rows, heads, call.scale, see)
     verified = rows.verify_groups(shares_loads=_shares_loads(call)) if batch.num_verified else []
     if verified and batch.is_flat:
         queries = queries.transpose(2, 1, 0, 3)
     groups = [*rows.decode_groups, *verified]
     if kernels.decode is None:
+        see = _sight(call, groups, pools)
 
         def decode(group: DecodeGroup) -> mx.array:
-            part = _rows_of(queries, group)
+            part, seen = _rows_of(queries, group), see(group)
             if call.is_plain and group.num_hidden is None:
-                return twins.paged_decode(part, *pools, group, heads, call.scale)
-            return odd_attention.decode(part, pools, group, heads, call.scale, call.extras)
+                return twins.decode(part, seen, call.scale)
+            return odd_attention.decode(part, seen, call.scale, call.extras)
 
         outputs += lanes.by_group(decode, groups, heads, queries)
     else:
@@ -103,9 +108,10 @@ def attend_latent(
     verified = rows.verify_groups(shares_loads=False) if call.batch.num_verified else []
     groups = [*rows.decode_groups, *verified]
     if kernels.latent_decode is None:
+        see = _sight(call, groups, (latents,))
 
         def decode(group: DecodeGroup) -> mx.array:
-            return odd_attention.latent_decode(_rows_of(queries, group), latents, latent_dim, group, scale)
+            return odd_attention.latent_decode(_rows_of(queries, group), see(group), latent_dim, scale)
 
         outputs += lanes.by_group(decode, groups, 1, queries)
     else:
@@ -124,6 +130,24 @@ def attend_latent(
             output = odd_attention.latent_prefill(part, latents, latent_dim, span, scale)
             outputs.append(output.transpose(2, 1, 0, 3))
     return _joined(outputs)
+
+
+def _sight(call: LayerCall, groups: Sequence[DecodeGroup], pools: Sequence[KVPool]) -> Callable[[DecodeGroup], Seen]:
+    """What the rows of a group, or of a part of one, see: from a mirror, or gathered when it is asked."""
+    mirrored = {}
+    if call.mirror is not None:
+        # Before the groups are cut and go to lanes: a mirror is written once.
+        mirrored = {group.first: seen for group in groups if (seen := call.mirror(group, pools)) is not None}
+
+    def see(group: DecodeGroup) -> Seen:
+        whole = group.whole or group
+        if whole.first in mirrored:
+            seen = mirrored[whole.first]
+            return seen if whole is group else seen.of_rows(group.first - whole.first, group.last - whole.first)
+        index = group.gather_index(call.shape.num_kv_heads)
+        return Seen(tuple(twins.gather(pool, index) for pool in pools), group.mask)
+
+    return see
 
 
 def _shares_loads(call: LayerCall) -> bool:

@@ -8,8 +8,9 @@ import functools
 import mlx.core as mx
 import numpy as np
 
-from worker import block_runs, cpu_math, lanes
+from worker import cpu_math, lanes
 from worker.batch import DecodeGroup, PrefillSpan
+from worker.group_rows import Seen
 from worker.metal.kv_pools import KVPool, arrays_of
 
 # On a CPU, causal attention by tiles of queries skips the scores above the diagonal; Metal's kernels do so themselves.
@@ -30,14 +31,14 @@ def paged_decode(
     queries: mx.array, key_pool: KVPool, value_pool: KVPool, group: DecodeGroup, num_kv_heads: int, scale: float
 ) -> mx.array:
     """One query a row over the row's blocks. Shapes: queries and result `[rows, num_heads, 1, head_dim]`."""
-    runs = group.runs
-    if runs is not None and isinstance(key_pool, mx.array) and isinstance(value_pool, mx.array):
-        num_keys = int(group.context_lens[0])
-        return block_runs.decode(queries, key_pool, value_pool, runs, num_keys, num_kv_heads, scale)
     index = group.gather_index(num_kv_heads)
-    # A mask is cheaper than cutting the keys, which would make them strided and have attention copy them.
-    keys, values = gather(key_pool, index), gather(value_pool, index)
-    return _attention(by_kv_head(queries, num_kv_heads), keys, values, scale, group.mask).reshape(queries.shape)
+    return decode(queries, Seen((gather(key_pool, index), gather(value_pool, index)), group.mask), scale)
+
+
+def decode(queries: mx.array, seen: Seen, scale: float) -> mx.array:
+    """As `paged_decode`, over what was gathered."""
+    keys, values = seen.vectors
+    return _attention(by_kv_head(queries, keys.shape[1]), keys, values, scale, seen.mask).reshape(queries.shape)
 
 
 def by_kv_head(queries: mx.array, num_kv_heads: int) -> mx.array:
@@ -78,6 +79,14 @@ def _attention(
     if num_scores >= cpu_math.MIN_SCORES and cpu_math.is_available() and queries.dtype == mx.float32:
         return cpu_math.attend(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def gather_slots(pool: KVPool, rows: mx.array, offsets: mx.array) -> mx.array:
+    """Single keys of one pool, by row and offset `[num]`: `[num, head_dim]`."""
+    if isinstance(pool, mx.array):
+        return pool[rows, offsets]
+    packed, scales, biases = (array.reshape(-1, *array.shape[-2:])[rows, offsets] for array in arrays_of(pool))
+    return mx.dequantize(packed, scales, biases, group_size=pool.group_size, bits=pool.bits)
 
 
 def gather(pool: KVPool, index: mx.array) -> mx.array:
