@@ -24,6 +24,8 @@ _DYNSYM = 11
 # OpenBLAS's threads spin for 2 to this many cycles after a product and then sleep: some microseconds. By default it is
 # some hundredths of a second, in which nobody else has the core.
 SPIN_BITS = "16"
+# OpenBLAS's names of CPUs for which it has kernels that take small matrices without copying them first.
+_SMALL_KERNEL_CORES = frozenset({"skylakex", "cooperlake", "sapphirerapids"})
 _SYSTEM_LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0",
     "/usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -80,6 +82,15 @@ def use_threads(num_threads: int) -> None:
     if not 1 <= num_threads <= most_threads():
         raise ValueError(f"num_threads is {num_threads}; it must be from 1 to {most_threads()}")
     ctypes.CDLL(None).openblas_set_num_threads(num_threads)
+
+
+def has_small_kernels() -> bool:
+    """Whether OpenBLAS multiplies small matrices as they lie; it does on CPUs with AVX-512."""
+    if not _is_loaded():
+        return False
+    name = ctypes.CDLL(None).openblas_get_corename
+    name.restype = ctypes.c_char_p
+    return name().decode().lower() in _SMALL_KERNEL_CORES
 
 
 def library_path() -> Path:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from cluster.kv.hashing import BlockHash
 from protos.cidery.worker.v1 import worker_pb2 as pb
-from worker import blas, cpu_math, description, evaluation, inspection, machine, mixers, models, reading
+from worker import blas, cpu_math, description, evaluation, inspection, machine, mixers, models, reading, strips
 from worker.adapters import Adapters
 from worker.attention import Step
 from worker.batch import Batch, Span
@@ -33,6 +33,8 @@ from worker.speculation import Speculation
 
 # The shortest of so many steps is what the next one takes at the least.
 _REMEMBERED_RUNS = 8
+# Of the memory, what a second copy of the weights may take.
+_STRIP_SHARE = 8
 # A manager answers within that, or is busy.
 _MOST_PATIENCE_S = 0.005
 
@@ -58,6 +60,7 @@ class Engine:
         self._speculation = speculation or Speculation()
         self._core_choice = CoreChoice(num_cores, blas.use_threads)
         self._step = Step(kernels)
+        self._strip_bytes = strips.install(loaded.model, memory_limit_bytes // _STRIP_SHARE)
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
         is_plain_cpu = cpu_math.is_available() and kernels.are_plain
@@ -90,7 +93,7 @@ class Engine:
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
-            weights_bytes=loaded.weights_bytes + self._speculation.num_bytes,
+            weights_bytes=loaded.weights_bytes + self._strip_bytes + self._speculation.num_bytes,
             memory_limit_bytes=self._memory_limit_bytes,
             device=str(mx.device_info().get("device_name", mx.default_device())),
             kernels=self._kernels.name,
