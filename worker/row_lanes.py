@@ -89,7 +89,7 @@ def _recording(cls: type, tried: _Tried) -> type:
         tried.setdefault(cls, (self, x))
         return run(self, x)
 
-    return _subclass(cls, call)
+    return inspection.subclass(cls, __call__=call)
 
 
 def _treats_rows_alone(module: Any, x: mx.array) -> bool:
@@ -122,15 +122,9 @@ def _laned(cls: type, lanes: Lanes) -> type:
         parts = mx.split(x, [num_rows * lane // num_lanes for lane in range(1, num_lanes)], axis=axis)
         return mx.concatenate(lanes.each([partial(run, self, part) for part in parts], [1] * num_lanes), axis)
 
-    return _subclass(cls, call)
+    return inspection.subclass(cls, __call__=call)
 
 
 def _call_of(cls: type) -> Callable[[Any, mx.array], mx.array]:
     run: Callable[[Any, mx.array], mx.array] = cls.__call__
     return run
-
-
-def _subclass(cls: type, call: Callable[..., Any]) -> type:
-    """By the old name, which errors and tables show."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), {"__call__": call, **names})

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
-from worker import blas, cpu_math
+from worker import blas, cpu_math, inspection
 
 # The most multiplications of a product that OpenBLAS 0.3 has small kernels for.
 _SMALL = 1_000_000
@@ -20,6 +20,8 @@ _SMALL = 1_000_000
 _WIDTHS = (64, 32, 16)
 # Rows that strips are chosen for. They are faster for so many even where they are too large for small kernels.
 _USUAL_ROWS = 16
+# More have the weights' copy pay for itself.
+_MOST_ROWS = 64
 
 
 class Strips:
@@ -30,10 +32,14 @@ class Strips:
         width = width_of(num_outputs, num_inputs)
         if width is None:
             raise ValueError(f"{num_outputs} outputs are not a multiple of any of {_WIDTHS}")
-        self.most_rows = max(_USUAL_ROWS, _SMALL // (width * num_inputs))
+        self._most_rows = min(_MOST_ROWS, max(_USUAL_ROWS, _SMALL // (width * num_inputs)))
         cut = weights.T.reshape(num_inputs, -1, width).swapaxes(0, 1)
         self.array = mx.contiguous(cut)
         mx.eval(self.array)
+
+    def suit(self, x: mx.array) -> bool:
+        """Whether they are faster for so many rows, `x [..., num_inputs]`; never for other types than their own."""
+        return x.size <= self._most_rows * x.shape[-1] and x.dtype == mx.float32
 
     def product(self, x: mx.array) -> mx.array:
         """`x [..., num_inputs]` times the weights."""
@@ -49,7 +55,7 @@ def width_of(num_outputs: int, num_inputs: int) -> int | None:
     """Of the strips; None if the outputs are not a multiple of any."""
     fitting = [width for width in _WIDTHS if num_outputs % width == 0]
     small = [width for width in fitting if _USUAL_ROWS * width * num_inputs <= _SMALL]
-    return (small or fitting[-1:] or [None])[0]
+    return next(iter(small or fitting[-1:]), None)
 
 
 def install(model: Any, limit_bytes: int) -> int:
@@ -87,28 +93,25 @@ def _layers(model: Any) -> list[Any]:
     ]
 
 
-def _num_rows(x: mx.array) -> int:
-    return x.size // x.shape[-1]
+def _linear(self: Any, x: mx.array) -> mx.array:
+    strips: Strips = self.cidery_strips
+    if not strips.suit(x):
+        plain: mx.array = Linear.__call__(self, x)
+        return plain
+    y = strips.product(x)
+    return y + self["bias"] if "bias" in self else y
 
 
-class _StripLinear(Linear):
-    def __call__(self, x: mx.array) -> mx.array:
-        strips: Strips = self.cidery_strips
-        if _num_rows(x) > strips.most_rows or x.dtype != mx.float32:
-            return super().__call__(x)
-        y = strips.product(x)
-        return y + self["bias"] if "bias" in self else y
+def _projection(self: Any, x: mx.array) -> mx.array:
+    """Of an embedding; it looks tokens up as before."""
+    strips: Strips = self.cidery_strips
+    if not strips.suit(x):
+        plain: mx.array = Embedding.as_linear(self, x)  # type: ignore[no-untyped-call]
+        return plain
+    return strips.product(x)
 
 
-class _StripEmbedding(Embedding):
-    """As the output projection; looking tokens up is as before."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        strips: Strips = self.cidery_strips
-        if _num_rows(x) > strips.most_rows or x.dtype != mx.float32:
-            y: mx.array = super().as_linear(x)  # type: ignore[no-untyped-call]
-            return y
-        return strips.product(x)
-
-
-_CLASSES: dict[type, type] = {Linear: _StripLinear, Embedding: _StripEmbedding}
+_CLASSES: dict[type, type] = {
+    Linear: inspection.subclass(Linear, __call__=_linear),
+    Embedding: inspection.subclass(Embedding, as_linear=_projection),
+}

@@ -28,14 +28,17 @@ def pytest_collection_modifyitems(config, items):
 def two_lanes(monkeypatch):
     """Engines with two lanes, and so few rows a lane that nearly all steps have some, but where one core is faster.
 
+    What decode rows see is kept, however little it is.
+
     Gives a list to which each use of lanes adds how many runs it shared out.
     """
-    from worker import cores, lanes
+    from worker import cores, lanes, mirrors
 
     monkeypatch.setattr(blas, "most_threads", lambda: 2)
     monkeypatch.setattr(blas, "use_threads", lambda num: None)
     monkeypatch.setattr(cores, "ROWS_A_LANE", 2)
     monkeypatch.setattr(lanes, "MIN_KEYS", 0)
+    monkeypatch.setattr(mirrors, "MIN_KEYS", 0)
     used: list[int] = []
     each = lanes.Lanes.each
 

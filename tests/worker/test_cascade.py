@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from worker.batch import Batch, Span
 from worker.cascade import cascade_attention
+from worker.group_rows import Seen
+from worker.metal import twins
 from worker.shared_prefix import find_shared_prefix
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 8, 16
@@ -55,7 +57,11 @@ def test_merged_halves_equal_the_whole(num_shared, num_sharers, num_others, seed
     keys, values = (rng.normal(size=(NUM_BLOCKS, KV_HEADS, SIZE, DIM)) for _ in range(2))
     queries = rng.normal(size=(batch.num_tokens, HEADS, 1, DIM)) * 3
     pools = [mx.array(pool.reshape(-1, SIZE, DIM).astype(np.float32)) for pool in (keys, values)]
-    output = cascade_attention(mx.array(queries.astype(np.float32)), *pools, batch.rows, KV_HEADS, SCALE)
+
+    def see(group):
+        return Seen(tuple(twins.gather(pool, group.gather_index(KV_HEADS)) for pool in pools), group.mask)
+
+    output = cascade_attention(mx.array(queries.astype(np.float32)), *pools, batch.rows, KV_HEADS, SCALE, see)
     np.testing.assert_allclose(np.array(output), brute_force(queries, keys, values, batch), atol=2e-5)
 
 
