@@ -1,7 +1,7 @@
 """Executes step plans: the worker's whole behaviour, without sockets or threads.
 
 A step is one forward pass over the ragged batch and one evaluation. While one runs, the graph of the next is built.
-Everything here runs on the one thread that owns MLX.
+Everything here runs on one thread, but for evaluation on a CPU (`worker.evaluation`).
 """
 
 import os

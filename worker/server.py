@@ -1,4 +1,4 @@
-"""Serves the manager on a Unix socket: one connection at a time, one thread, the one that owns MLX.
+"""Serves the manager on a Unix socket: one connection at a time, on one thread, which builds all graphs.
 
 Plans wait in the socket while a step is built, so nothing is gained by a thread that reads ahead, and a second thread
 would compete for the interpreter with the building of graphs.

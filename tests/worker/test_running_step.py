@@ -108,7 +108,7 @@ def test_results_are_those_of_one_step_after_the_other(model, engine, sampling):
     assert _logprobs(results) == pytest.approx(_logprobs(expected), abs=1e-5)
 
 
-def test_a_result_comes_before_the_next_step_is_launched_and_not_later(engine):
+def test_a_result_comes_once_the_next_plan_was_taken_and_not_later(engine):
     """One step runs at a time, and a plan's result is there once the next plan was taken."""
     reported: list[int] = []
     for plan in _plans():
