@@ -40,8 +40,8 @@ class Layer:
     slot_bytes: int
 
 
-# Group, reach and block tables of rows.
-_Key = tuple[int, Reach, tuple[int, ...]]
+# Group, reach, whether a prefix is read apart, and the block tables of rows.
+_Key = tuple[int, Reach, bool, tuple[int, ...]]
 
 
 class Mirrors:
@@ -68,7 +68,7 @@ class Mirrors:
         """What the group's rows see, this step's tokens included; None if it is to be gathered."""
         if not group.owners or group.num_slots * layer.num_kv_heads * layer.dim < MIN_KEYS:
             return None
-        key = (layer.group, layer.reach, group.owner_ids)
+        key = (layer.group, layer.reach, group.is_sharing, group.owner_ids)
         if key not in self._now:
             self._now[key] = group
             self._turn(key, layer, group)
