@@ -319,8 +319,7 @@ class Engine:
                 sequence.append_blocks(piece.new_blocks)
             slices.append((sequence, sequence.span(piece, drafts.get(piece.seq_id, ()))))
         if not self._kernels.reads_seen_slots_alone:
-            with self._evaluator.building():
-                self._clear_open_blocks([span for _, span in slices], tensors)
+            self._clear_open_blocks([span for _, span in slices], tensors)
         return skipped, slices
 
     def _drafts(self, plan: pb.StepPlan) -> dict[int, list[int]]:

@@ -53,8 +53,7 @@ class PoisonedMac(InProcessMac):
         for group in self.layout.groups:
             empty = list(pools[group.pool_id]._returned)
             if empty:
-                with self.engine._evaluator.building():
-                    tensors.fill_blocks(group.group_id, empty, float("nan"))
+                tensors.fill_blocks(group.group_id, empty, float("nan"))
         tensors.evaluate()
 
 

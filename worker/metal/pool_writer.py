@@ -215,7 +215,8 @@ class PoolWriter(ABC):
         if targets:
             for pool in pools:
                 self._check_unread(pool)
-            self._move(pools, sources, targets)
+            with self._evaluator.building():
+                self._move(pools, sources, targets)
 
     def put(self, pool: Pool, contents: mx.array, block_ids: Sequence[int]) -> None:
         """Store whole blocks, `contents [len(block_ids), *block_shape]`: states, for one."""
@@ -230,8 +231,9 @@ class PoolWriter(ABC):
     def fill(self, pools: Sequence[Pool], block_ids: Sequence[int], value: float = 0.0) -> None:
         """Set whole blocks to one value."""
         ids = sorted(set(block_ids))
-        for pool in pools:
-            self.put(pool, mx.broadcast_to(mx.array(value, pool.dtype), (len(ids), *pool.block_shape)), ids)
+        with self._evaluator.building():
+            for pool in pools:
+                self.put(pool, mx.broadcast_to(mx.array(value, pool.dtype), (len(ids), *pool.block_shape)), ids)
 
     def read(self, pools: Sequence[Pool], reader: Callable[..., Result]) -> Result:
         """`reader(*arrays, after=token)`: what it gives is computed from the pools with all writes so far in them.
