@@ -110,6 +110,8 @@ class _Cidery:
             model,
             config,
             kv_budget_bytes=_CACHED_BYTES,
+            # What a worker has for strips and mirrors.
+            memory_limit_bytes=machine.memory_limit_bytes(),
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_chunk_tokens=limits.max_chunk_tokens,
             max_num_seqs=limits.max_num_seqs,

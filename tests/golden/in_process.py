@@ -89,6 +89,7 @@ class InProcessMac:
         config: dict,
         *,
         kv_budget_bytes: int = 1 << 24,
+        memory_limit_bytes: int = 1 << 30,
         max_num_batched_tokens: int = 64,
         max_chunk_tokens: int = 24,
         max_num_seqs: int = 16,
@@ -109,7 +110,9 @@ class InProcessMac:
         loaded = model if isinstance(model, LoadedModel) else models.adapt(model, config)
         loaded = kv_quantization.quantise(loaded, kv_bits, kv_group_size)
         guesses = _guesses(loaded, max_drafts, answers_to_guess, _draft(loaded, kernels, draft_model, draft_kv_bytes))
-        self.engine = Engine(loaded, kernels, memory_limit_bytes=1 << 30, grammars=grammars, speculation=guesses)
+        self.engine = Engine(
+            loaded, kernels, memory_limit_bytes=memory_limit_bytes, grammars=grammars, speculation=guesses
+        )
         self.speculation = speculation if max_drafts else Speculation.OFF
         self.num_drafted = self.num_accepted = 0
         described = self.engine.describe()
