@@ -1,4 +1,4 @@
-"""Executes step plans: the worker's whole behaviour, without sockets or threads.
+"""Executes step plans: the worker's whole behaviour, without sockets.
 
 A step is one forward pass over the ragged batch and one evaluation. While one runs, the graph of the next is built.
 Everything here runs on one thread, but for evaluation on a CPU (`worker.evaluation`).
@@ -33,8 +33,6 @@ from worker.speculation import Speculation
 
 # The shortest of so many steps is what the next one takes at the least.
 _REMEMBERED_RUNS = 8
-# Of the memory, what a second copy of the weights may take.
-_STRIP_SHARE = 8
 # A manager answers within that, or is busy.
 _MOST_PATIENCE_S = 0.005
 
@@ -60,16 +58,16 @@ class Engine:
         self._speculation = speculation or Speculation()
         self._core_choice = CoreChoice(num_cores, blas.use_threads)
         self._step = Step(kernels)
-        self._strip_bytes = strips.install(loaded.model, memory_limit_bytes // _STRIP_SHARE)
+        self._strip_bytes = strips.install(loaded.model, machine.strip_bytes(memory_limit_bytes))
         # What the model is given as its cache.
         self.caches = models.attach(loaded, self._step)
         is_plain_cpu = cpu_math.is_available() and kernels.are_plain
-        # What evaluates while a graph is built can't be asked for a number that building needs.
-        is_beside = is_plain_cpu and not self._needs_tokens
-        self._evaluator = evaluation.beside() if is_beside else evaluation.Inline()
         self._mirror_bytes = machine.kept_bytes(memory_limit_bytes) if is_plain_cpu else 0
-        # Of whatever stream, and some of it is not among its parameters.
-        mx.eval(inspection.arrays_of(loaded.model))
+        self._evaluator: evaluation.Evaluator = evaluation.Inline()
+        if is_plain_cpu and not self._needs_tokens:
+            # Whoever evaluates beside can't be asked for numbers while a graph is built, nor for what others began.
+            self._evaluator = evaluation.beside()
+            mx.eval(inspection.arrays_of(loaded.model))
         self._lanes = Lanes(self._evaluator.streams(num_cores - 1))
         self._parts_rows = num_cores > 1 and models.part_rows(loaded, self._lanes)
         self._adapters = Adapters(loaded.model, self._step, mixes_rows=loaded.layout is not Layout.DENSE)

@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Protocol
 
 import mlx.core as mx
@@ -69,33 +70,30 @@ class Beside:
     """By a thread of its own, for a CPU."""
 
     def __init__(self) -> None:
-        self._asked, self._began, self._ended = (_closed() for _ in range(3))
+        # True: do the task. False: end. What is told back is that it has begun, and how it ended.
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._began: SimpleQueue[None] = SimpleQueue()
+        self._ended: SimpleQueue[Exception | None] = SimpleQueue()
         self._task: Callable[[], object] | None = None
-        self._is_busy = False
-        self._failure: Exception | None = None
         self._streams: list[mx.Stream] = []
         self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
         self._thread.start()
-        (self._stream,) = self.streams(1)
-        self._streams.clear()
+        self._need_streams(1)
         # While a daemon's streams live, MLX aborts the process at its end.
         atexit.register(self._end)
 
     def building(self) -> AbstractContextManager[object]:
-        """On the thread's stream."""
-        return mx.stream(self._stream)
+        """On the thread's first stream."""
+        return mx.stream(self._streams[0])
 
     def streams(self, num: int) -> list[mx.Stream]:
         """The same ones whoever asks."""
-        missing = range(num - len(self._streams))
-        if missing:
-            self._ask(lambda: self._streams.extend(mx.new_stream(mx.cpu) for _ in missing))
-            self.wait()
-        return self._streams[:num]
+        self._need_streams(1 + num)
+        return self._streams[1 : 1 + num]
 
     def start(self, arrays: Iterable[mx.array]) -> None:
         """See `Evaluator`."""
-        self._ask(functools.partial(mx.eval, list(arrays)))
+        self._do(functools.partial(mx.eval, list(arrays)))
 
     def wait(self) -> None:
         """See `Evaluator`."""
@@ -107,38 +105,41 @@ class Beside:
         """Waits for it all the same."""
         self._end_of_task()
 
+    def _need_streams(self, num: int) -> None:
+        missing = range(num - len(self._streams))
+        if missing:
+            self._do(lambda: self._streams.extend(mx.new_stream(mx.cpu) for _ in missing))
+            self.wait()
+
+    def _do(self, task: Callable[[], object]) -> None:
+        self.wait()
+        self._task = task
+        self._asked.put(True)
+        # It has let go of the interpreter then; without this it would wait for its turn for milliseconds.
+        self._began.get()
+
     def _end_of_task(self) -> Exception | None:
-        if not self._is_busy:
+        if self._task is None:
             return None
-        self._ended.acquire()
-        self._is_busy = False
+        failure = self._ended.get()
         # Dropped here: if the thread did it, references would come and go that `PoolWriter.read` counts.
         self._task = None
-        failure, self._failure = self._failure, None
         return failure
 
-    def _ask(self, task: Callable[[], object] | None) -> None:
-        self.wait()
-        self._task, self._is_busy = task, True
-        self._asked.release()
-        # It has let go of the interpreter then; without this it would wait for its turn for milliseconds.
-        self._began.acquire()
-
     def _work(self) -> None:
-        while True:
-            self._asked.acquire()
-            self._began.release()
-            if self._task is None:
-                return
+        while self._asked.get():
+            self._began.put(None)
+            assert self._task is not None, "asked without a task"
             try:
                 self._task()
             except Exception as error:  # noqa: BLE001 - whoever waits raises it
-                self._failure = error
-            self._ended.release()
+                self._ended.put(error)
+            else:
+                self._ended.put(None)
 
     def _end(self) -> None:
-        self.abandon()
-        self._ask(None)
+        """Once it has done what it does; nothing that was interrupted can keep it."""
+        self._asked.put(False)
         self._thread.join()
 
 
@@ -146,9 +147,3 @@ class Beside:
 def beside() -> Beside:
     """The one of this process: each stream is a thread."""
     return Beside()
-
-
-def _closed() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock

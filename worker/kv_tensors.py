@@ -9,13 +9,11 @@ from functools import partial
 import mlx.core as mx
 
 from worker.batch import Batch
-from worker.group_rows import DecodeGroup, Seen
 from worker.kv_shapes import CacheGroup, CacheShape, LayerShape, Quantization, StateShape
-from worker.metal.kv_pools import KVPool
 from worker.metal.pool_writer import Pool, PoolWriter, Result
 from worker.metal.quantized import QuantizedPool
 from worker.metal.scatter_writer import ScatterWriter
-from worker.mirrors import Layer, Mirrors
+from worker.mirrors import Layer, Mirror, Mirrors
 from worker.pool_arrays import PoolArrays
 from worker.states import PendingStates, Slots
 
@@ -62,11 +60,11 @@ class KVTensors:
             if isinstance(shape, StateShape)
         }
 
-    def mirror_of(self, cache: int) -> Callable[[DecodeGroup, Sequence[KVPool]], Seen | None] | None:
+    def mirror_of(self, cache: int) -> Mirror | None:
         """What decode rows see of an attention cache, where that is kept."""
         return self._mirrored.get(cache)
 
-    def _mirrored_layers(self) -> dict[int, Callable[[DecodeGroup, Sequence[KVPool]], Seen | None]]:
+    def _mirrored_layers(self) -> dict[int, Mirror]:
         assert self.mirrors is not None
         slot_bytes = [0] * len(self.groups)
         for shape, group, _ in self._kept.values():

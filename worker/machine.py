@@ -31,6 +31,11 @@ def kept_bytes(limit_bytes: int) -> int:
     return min(_CACHE_LIMIT_BYTES, limit_bytes // 16)
 
 
+def strip_bytes(limit_bytes: int) -> int:
+    """Of an engine that may use so many: what a second copy of weights may take (`worker.strips`)."""
+    return limit_bytes // 8
+
+
 def prepare() -> None:
     """Keep weights and KV resident on Metal, bound MLX's cache of freed buffers, and choose how graphs run.
 

@@ -19,6 +19,7 @@ from worker.metal.decode_plan import may_share_loads
 from worker.metal.dispatch import Kernels
 from worker.metal.kv_pools import KVPool
 from worker.metal.prefill_rows import PrefillOptions
+from worker.mirrors import Mirror
 from worker.odd_attention import Extras
 
 
@@ -40,7 +41,7 @@ class LayerCall:
     is_plain: bool
     has_states: bool = False
     # Of the layer's cache, if it has any.
-    mirror: Callable[[DecodeGroup, Sequence[KVPool]], Seen | None] | None = None
+    mirror: Mirror | None = None
 
 
 def attends_to_fresh_keys(call: LayerCall) -> bool:

@@ -19,6 +19,7 @@ from worker.errors import ProtocolError
 from worker.grammar import GrammarState, GrammarTable
 from worker.penalties import Penalties, TokenCounts, penalise
 
+# Of numbers, so that it needs no evaluation, which would belong to whoever imports this first.
 _BITS = mx.array(list(range(8)), mx.uint8)
 
 
